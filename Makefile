@@ -1,0 +1,62 @@
+# make bench   set up .venv, build, run the microbenchmark of every op  (BENCH_ARGS="--ranks 4")
+# make test    set up .venv, build, run every test                      (TEST_ARGS="-k adam")
+# make lint | format | setup | clean
+#
+# The stamps in .venv remember what is done, so a second run starts at once.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := setup
+
+VENV := .venv
+BIN := $(VENV)/bin
+CPP := $(shell find csrc python -name '*.h' -o -name '*.cpp' 2>/dev/null)
+# Folders too: their time changes when a file is added or deleted.
+CPP_DIRS := $(shell find csrc python -type d -not -name __pycache__ 2>/dev/null)
+BENCH_ARGS ?=
+TEST_ARGS ?=
+
+.PHONY: bench test lint format setup clean
+
+bench: setup
+	$(BIN)/coconet-bench all $(BENCH_ARGS)
+
+test: setup
+	$(BIN)/pytest $(TEST_ARGS)
+
+lint: $(VENV)/.tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@echo "clang-format --dry-run -Werror: $(words $(CPP)) files"
+	@printf '%s\n' $(CPP) | xargs -r $(BIN)/clang-format --dry-run -Werror
+
+format: $(VENV)/.tools
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	@echo "clang-format -i: $(words $(CPP)) files"
+	@printf '%s\n' $(CPP) | xargs -r $(BIN)/clang-format -i
+
+setup: $(VENV)/.installed $(VENV)/.built
+
+$(VENV)/.tools: requirements-dev.txt scripts/setup_venv.sh
+	@scripts/setup_venv.sh
+	@touch $@
+
+# ninja recompiles what changed; sed shortens its command lines to "[1/5] csrc/cpu/heap.cpp".
+$(VENV)/.built: $(VENV)/.tools setup.py $(CPP) $(CPP_DIRS)
+	@echo "build: compiling what has changed (a first build takes a few minutes)"
+	@$(BIN)/python setup.py -q build_ext --inplace 2>&1 | \
+	    sed -u -E 's#^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/((csrc|python)/[^ ]+) .*#\1 \2#'
+	@touch $@
+
+# Editable, so Python files need no second install. After the build, which it then finds done.
+$(VENV)/.installed: $(VENV)/.tools setup.py pyproject.toml | $(VENV)/.built
+	@echo "install: coconet_ops into $(VENV), editable"
+	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps -e .
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache $(VENV)/.built
+	rm -f coconet_ops/*.so
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,134 @@
+"""gloo through torch.distributed: what PyTorch runs on CPUs by default."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..cases.rs_adam_ag import (
+    HYPERPARAMETERS,
+    initial_parameters,
+    layout_counts,
+    load_gradients,
+)
+from ..check import fill, tile
+from ..model import Buffers, Candidate, Problem
+from . import Peer
+
+BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default
+# torch 2.13 renamed them
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def missing() -> str | None:
+    return None if dist.is_gloo_available() else "this torch was built without gloo"
+
+
+def all_reduce(problem: Problem, buffers: Buffers) -> list[Candidate]:
+    (x,) = buffers.private("x", [problem.count], problem.dtype)
+    values = tile(problem.rank, problem.dtype)
+    return [
+        Candidate("gloo", lambda: fill([x], values), lambda: dist.all_reduce(x), lambda: [x]),
+    ]
+
+
+def reduce_scatter(problem: Problem, buffers: Buffers) -> list[Candidate]:
+    (x,) = buffers.private("x", [problem.count], problem.dtype)
+    (out,) = buffers.private("shard", [problem.count // problem.world], problem.dtype)
+    values = tile(problem.rank, problem.dtype)
+
+    def load() -> None:
+        fill([x], values)
+
+    return [
+        Candidate("gloo all_reduce", load, lambda: dist.all_reduce(x), lambda: [x[problem.shard]]),
+        Candidate(
+            "gloo reduce_scatter", load, lambda: reduce_scatter_single(out, x), lambda: [out]
+        ),
+    ]
+
+
+def all_gather(problem: Problem, buffers: Buffers) -> list[Candidate]:
+    (x,) = buffers.private("shard", [problem.count // problem.world], problem.dtype)
+    (out,) = buffers.private("x", [problem.count], problem.dtype)
+    pieces = list(out.chunk(problem.world))
+    values = tile(0, problem.dtype)
+
+    def load() -> None:
+        fill([x], values, problem.shard.start)
+
+    return [
+        Candidate("gloo all_gather", load, lambda: dist.all_gather(pieces, x), lambda: [out]),
+        Candidate("gloo all_gather flat", load, lambda: all_gather_single(out, x), lambda: [out]),
+    ]
+
+
+def rs_adam_ag(problem: Problem, buffers: Buffers) -> list[Candidate]:
+    """all_reduce of one flat gradient, then torch.optim.Adam(fused=True).
+
+    The gradients are views of the flat one (DDP's gradient_as_bucket_view): nothing is packed.
+    """
+    counts = layout_counts(problem)
+    parameters = initial_parameters(problem, buffers)
+    (flat,) = buffers.private("flat gradient", [problem.count], problem.dtype)
+    gradients = list(flat.split(counts))
+    adam = _Adam(parameters, gradients)
+
+    def reset() -> None:
+        initial_parameters(problem, buffers)
+        adam.reset()
+
+    def candidate(name: str, buckets: list[Tensor]) -> Candidate:
+        def run() -> None:
+            for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+                work.wait()
+            adam.step()
+
+        return Candidate(
+            name, lambda: load_gradients(problem, gradients), run, lambda: parameters, reset
+        )
+
+    whole = candidate("gloo + Adam(fused)", [flat])
+    buckets = list(flat.split(BUCKET_BYTES // problem.dtype.itemsize))
+    if len(buckets) == 1:
+        return [whole]
+    return [whole, candidate("gloo 25 MB + Adam(fused)", buckets)]
+
+
+class _Adam:
+    """torch's fused Adam; 16-bit parameters get fp32 masters, as in mixed-precision training."""
+
+    def __init__(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        self._parameters, self._gradients = parameters, gradients
+        self._mixed = parameters[0].dtype != torch.float32
+        self._masters = [p.float() for p in parameters]  # the same tensors where fp32
+        for master, gradient in zip(self._masters, gradients, strict=True):
+            master.grad = torch.empty_like(master) if self._mixed else gradient
+        self._adam = torch.optim.Adam(self._masters, fused=True, **HYPERPARAMETERS)
+
+    def reset(self) -> None:
+        if self._mixed:
+            torch._foreach_copy_(self._masters, self._parameters)
+        for state in self._adam.state.values():
+            torch._foreach_zero_(list(state.values()))
+
+    def step(self) -> None:
+        if self._mixed:
+            torch._foreach_copy_([m.grad for m in self._masters], self._gradients)
+        self._adam.step()
+        if self._mixed:
+            torch._foreach_copy_(self._parameters, self._masters)
+
+
+PEER = Peer(
+    name="gloo",
+    missing=missing,
+    factories={
+        "all_reduce": all_reduce,
+        "reduce_scatter": reduce_scatter,
+        "all_gather": all_gather,
+        "rs_adam_ag": rs_adam_ag,
+    },
+)

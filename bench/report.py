@@ -1,0 +1,233 @@
+"""Progress, table, JSON and plot; only rank 0 comes here."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import coconet_ops as co
+
+from .limits import CopyLimit, placement
+from .model import Case, Problem
+from .timing import Interval, median_interval
+from .units import format_size, format_time
+
+PLAIN_WIDTH = 132  # of the table where the output is no terminal
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate at one problem."""
+
+    op: str
+    dtype: str
+    layout: str
+    unit: str
+    count: int  # elements
+    bytes: int
+    world: int
+    candidate: str
+    peer: str
+    baseline: bool  # the fastest configuration of its peer
+    calls_per_sample: int
+    seconds: list[float]  # per call: one number for each sample
+    first_call: list[float]
+    ping_ns: list[float]
+    moved_bytes: float
+    bus_factor: float
+    speedup: dict[str, Interval]  # by peer
+
+    @property
+    def time(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def size(self) -> int:
+        return self.count if self.unit == "parameters" else self.bytes
+
+    @property
+    def algbw(self) -> float:
+        """GB/s, as nccl-tests define it: bytes of the op over its time."""
+        return self.bytes / self.time / 1e9
+
+    @property
+    def busbw(self) -> float:
+        return self.algbw * self.bus_factor
+
+    @property
+    def moved(self) -> float:
+        """GB/s that a rank must load and store, over the time taken."""
+        return self.moved_bytes / self.time / 1e9
+
+    @property
+    def placement(self) -> str:
+        return placement(self.ping_ns)
+
+
+class Reporter:
+    """Shows progress and results on rank 0; silent on the others."""
+
+    def __init__(self, comm: co.Communicator, problems: int, repetitions: int) -> None:
+        self._rows: list[Row] = []
+        self._comm = comm
+        self._repetitions = repetitions
+        width = None if sys.stdout.isatty() else PLAIN_WIDTH
+        self._console = Console(quiet=comm.rank != 0, width=width)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=comm.rank != 0,
+            transient=True,
+        )
+        self._task = self._progress.add_task("copy limit", total=problems)
+
+    def __enter__(self) -> Reporter:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def start(self, case: Case, problem: Problem, number: int) -> None:
+        """A row begins with its check."""
+        self._title = _title(case, problem)
+        self._number = number
+        self._progress.update(self._task, description=f"{self._title}: check")
+
+    def step(self, repetition: int) -> None:
+        """A repetition begins."""
+        self._progress.update(
+            self._task,
+            description=f"{self._title}: repetition {repetition + 1}",
+            completed=self._number + repetition / self._repetitions,
+        )
+
+    def add(self, rows: list[Row]) -> None:
+        """A row is done."""
+        self._rows += rows
+        times = ", ".join(f"{row.candidate} {format_time(row.time)}" for row in rows)
+        self._console.print(f"{self._title}: {times}", highlight=False, soft_wrap=True)
+
+    def finish(self, limit: CopyLimit, oversubscribed: bool, settings: dict[str, object]) -> None:
+        """Table, JSON and plot."""
+        self._progress.stop()
+        if self._comm.rank:
+            return
+        for _, rows in groupby(self._rows, key=lambda row: (row.op, row.dtype)):
+            self._console.print(_table(list(rows), limit))
+        self._console.print(
+            f"copy limit: {limit.moved:.1f} GB/s loaded and stored by each rank "
+            f"({limit.way}, {limit.copied:.1f} GB/s copied, all ranks at once)"
+        )
+        if oversubscribed:
+            self._console.print("ranks share cores: times include waiting for the scheduler")
+        json_path, plot_path = Path(str(settings["json"])), Path(str(settings["plot"]))
+        record = {
+            "settings": settings,
+            "machine": _machine(),
+            "world_size": self._comm.world_size,
+            "oversubscribed": oversubscribed,
+            "copy_limit": {
+                "way": limit.way,
+                "copied_gbps": limit.copied,
+                "moved_gbps": limit.moved,
+                "samples_copied_gbps": limit.gbps,
+            },
+            "rows": [_record(row, limit) for row in self._rows],
+        }
+        json_path.write_text(json.dumps(record, indent=1) + "\n")
+        from .plot import draw  # matplotlib is slow to load, and only rank 0 draws
+
+        draw(self._rows, limit.moved * 1e9, plot_path)
+        self._console.print(f"written: {json_path}, {plot_path}")
+
+
+def _title(case: Case, problem: Problem) -> str:
+    dtype = str(problem.dtype).removeprefix("torch.")
+    if case.unit == "parameters":
+        return f"{problem.op} {dtype} {format_size(problem.count)} {problem.layout}"
+    return f"{problem.op} {dtype} {format_size(problem.bytes)}"
+
+
+def _table(rows: list[Row], limit: CopyLimit) -> Table:
+    first = rows[0]
+    peers = list(dict.fromkeys(row.peer for row in rows if row.peer))
+    optimizer = first.unit == "parameters"
+    table = Table(title=f"{first.op} {first.dtype}, {first.world} ranks", title_justify="left")
+    table.add_column("parameters" if optimizer else "bytes", justify="right")
+    table.add_column("candidate")
+    for heading in ("time", "first call", *_rates(optimizer), "copy limit"):
+        table.add_column(heading, justify="right")
+    for peer in peers:
+        table.add_column(f"vs {peer}", justify="right")
+    table.add_column("cores")
+    for _, group in groupby(rows, key=lambda row: (row.layout, row.size)):
+        for number, row in enumerate(group):
+            size = format_size(row.size) + (f" {row.layout}" if optimizer else "")
+            rates = (row.count / row.time / 1e6, row.moved) if optimizer else (row.algbw, row.busbw)
+            table.add_row(
+                size if number == 0 else "",
+                row.candidate,
+                format_time(row.time),
+                format_time(statistics.median(row.first_call)),
+                *(f"{rate:.3g}" for rate in rates),
+                f"{row.moved / limit.moved:.0%}" if row.moved_bytes else "",
+                *(_speedup(row, peer) for peer in peers),
+                row.placement if number == 0 else "",
+                style="bold" if not row.peer else None,
+            )
+        table.add_section()
+    return table
+
+
+def _rates(optimizer: bool) -> tuple[str, str]:
+    return ("Mparam/s", "moved GB/s") if optimizer else ("algbw GB/s", "busbw GB/s")
+
+
+def _speedup(row: Row, peer: str) -> str:
+    if row.peer == peer:
+        return "baseline" if row.baseline else ""
+    ratio = row.speedup.get(peer)
+    return f"{ratio.median:.2f}x [{ratio.low:.2f}-{ratio.high:.2f}]" if ratio else ""
+
+
+def _record(row: Row, limit: CopyLimit) -> dict[str, object]:
+    return asdict(row) | {
+        "time": asdict(median_interval(row.seconds)),
+        "algbw_gbps": row.algbw,
+        "busbw_gbps": row.busbw,
+        "parameters_per_second": row.count / row.time if row.unit == "parameters" else None,
+        "copy_limit_fraction": row.moved / limit.moved,
+        "placement": row.placement,
+    }
+
+
+def _machine() -> dict[str, object]:
+    with open("/proc/cpuinfo") as lines:
+        models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(models),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "coconet_ops": co.build_info(),
+    }

@@ -1,0 +1,111 @@
+"""What every rank does: for each row check, then measure; rank 0 shows and writes the results."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+import coconet_ops as co
+
+from . import cases, peers
+from .check import check
+from .limits import CopyLimit, Probe
+from .model import Buffers, Candidate, Case, Problem
+from .report import Reporter, Row
+from .timing import Effort, Samples, best_of_peers, measure
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The command line, in a form that travels to the ranks."""
+
+    ops: tuple[str, ...]
+    sizes: dict[str, tuple[int, ...]]
+    dtypes: tuple[str, ...]
+    layouts: tuple[str, ...]
+    peers: tuple[str, ...]
+    effort: Effort
+    check: bool
+    json: str
+    plot: str
+
+
+def run(settings: Settings) -> None:
+    """The whole benchmark; collective over the default process group."""
+    with co.Communicator() as comm:
+        probe, limit, buffers = Probe(comm), CopyLimit(comm), Buffers(comm)
+        problems = list(_problems(settings, comm))
+        with Reporter(comm, len(problems), settings.effort.repetitions) as reporter:
+            for number, (case, problem) in enumerate(problems):
+                if number in (0, len(problems) // 2):
+                    limit.sample()
+                reporter.start(case, problem, number)
+                reporter.add(_measure(case, problem, settings, buffers, probe, reporter))
+                gc.collect()  # candidates hold heap tensors in closures; the next row reuses them
+            limit.sample()
+            reporter.finish(limit, probe.oversubscribed, asdict(settings))
+
+
+def _problems(settings: Settings, comm: co.Communicator) -> Iterator[tuple[Case, Problem]]:
+    found = cases.find()
+    for op in settings.ops:
+        case = found[op]
+        for dtype in (getattr(torch, name) for name in settings.dtypes):
+            for layout in case.layouts:
+                if layout in settings.layouts or case.layouts == ("flat",):
+                    for size in settings.sizes[op]:
+                        count = case.count(size, dtype, comm.world_size)
+                        yield case, Problem(op, dtype, layout, count, comm)
+
+
+def _measure(
+    case: Case,
+    problem: Problem,
+    settings: Settings,
+    buffers: Buffers,
+    probe: Probe,
+    reporter: Reporter,
+) -> list[Row]:
+    found = peers.find()
+    candidates = case.candidates(problem, buffers)
+    for name in settings.peers:
+        candidates += found[name].candidates(problem, buffers)
+    if settings.check:
+        expected = case.expected(problem)
+        for candidate in candidates:
+            check(problem, candidate, expected, case.checked_calls)
+    samples = measure(candidates, problem.comm, settings.effort, probe, reporter.step)
+    return _rows(case, problem, candidates, samples)
+
+
+def _rows(case: Case, problem: Problem, candidates: list[Candidate], samples: Samples) -> list[Row]:
+    best = best_of_peers(candidates, samples)
+    return [
+        Row(
+            op=problem.op,
+            dtype=str(problem.dtype).removeprefix("torch."),
+            layout=problem.layout,
+            unit=case.unit,
+            count=problem.count,
+            bytes=problem.bytes,
+            world=problem.world,
+            candidate=candidate.name,
+            peer=candidate.peer,
+            baseline=candidate.name in best.values(),
+            calls_per_sample=samples.calls,
+            seconds=samples.seconds[candidate.name],
+            first_call=samples.first[candidate.name],
+            ping_ns=samples.ping_ns,
+            moved_bytes=case.moved_bytes(problem),
+            bus_factor=case.bus_factor(problem.world),
+            speedup={
+                peer: samples.ratio(name, candidate.name)
+                for peer, name in best.items()
+                if not candidate.peer
+            },
+        )
+        for candidate in candidates
+    ]

@@ -1,0 +1,37 @@
+"""Sizes and times as people write them."""
+
+from __future__ import annotations
+
+import argparse
+
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3}
+
+
+def parse_size(text: str) -> int:
+    """4096, 4K, 16M, 1G: powers of 1024, as in nccl-tests."""
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    suffix = number[-1:] if number[-1:] in ("K", "M", "G") else ""
+    try:
+        size = float(number.removesuffix(suffix)) * 1024 ** _POWERS[suffix]
+    except ValueError:
+        size = 0
+    if size < 1 or size != int(size):
+        raise argparse.ArgumentTypeError(f"'{text}' is no size: write 4096, 4K, 16M or 1G")
+    return int(size)
+
+
+def format_size(size: float) -> str:
+    """The largest of K, M, G that leaves a short number."""
+    for suffix in ("", "K", "M"):
+        if size < 1024:
+            return f"{size:.4g}{suffix}"
+        size /= 1024
+    return f"{size:.4g}G"
+
+
+def format_time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s"

@@ -1,0 +1,41 @@
+"""Fused compute-communication primitives for PyTorch."""
+
+import torch  # first: the extension links against its libraries
+
+from . import _C, optim, reference
+from .collectives import all_gather, all_reduce, all_reduce_, reduce_scatter
+from .communicator import Communicator, communicator
+from .errors import CommunicatorError, CommunicatorTimeout, MismatchError, PeerLostError
+from .rs_adam_ag import AdamState, rs_adam_ag_
+
+__version__ = "0.1.0"
+
+
+def build_info() -> dict[str, object]:
+    """What this build is: versions, compiler, instruction set in use, backends."""
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "compiler": _C.compiler,
+        "isa": _C.isa,
+        "backends": ("shm",),
+    }
+
+
+__all__ = [
+    "AdamState",
+    "Communicator",
+    "CommunicatorError",
+    "CommunicatorTimeout",
+    "MismatchError",
+    "PeerLostError",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_",
+    "build_info",
+    "communicator",
+    "optim",
+    "reduce_scatter",
+    "reference",
+    "rs_adam_ag_",
+]

@@ -1,0 +1,90 @@
+"""Checks of arguments. A message names the op, the tensor, the value and the rule."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REDUCE_OPS = ("sum", "avg")
+SPLITS = ("tensor_split", "chunk")
+
+
+class arguments(contextlib.AbstractContextManager):
+    """Around the checks of a collective call: bad arguments on one rank are raised there, and
+    reach its peers as :class:`MismatchError`."""
+
+    __slots__ = ("comm", "op")
+
+    def __init__(self, comm: Communicator, op: str) -> None:
+        self.comm = comm
+        self.op = op
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (TypeError, ValueError)) and not self.comm.closed:
+            self.comm._core.reject(self.op, str(error))
+
+
+def check_tensor(
+    comm: Communicator,
+    op: str,
+    name: str,
+    x: object,
+    dtypes: tuple[torch.dtype, ...] | None = COMPUTE_DTYPES,
+) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: {name} is a {type(x).__name__}; it must be a tensor")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} has layout {x.layout}; only dense tensors are supported")
+    if x.device.type != "cpu":
+        raise ValueError(
+            f"{op}: {name} is on device {x.device}; the {comm.backend} backend takes cpu tensors"
+        )
+    if dtypes is not None and x.dtype not in dtypes:
+        raise TypeError(
+            f"{op}: {name} has dtype {x.dtype}; supported are {', '.join(map(str, dtypes))}"
+        )
+
+
+def check_choice(op: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{op}: {name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def check_dim(op: str, dim: object, x: torch.Tensor) -> int:
+    """The dimension, counted from the front."""
+    if not isinstance(dim, int):
+        raise TypeError(f"{op}: dim is {dim!r}; it must be an integer")
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x has no dimensions; it needs at least one")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{op}: dim is {dim}; x has {x.dim()} dimensions")
+    return dim % x.dim()
+
+
+def check_adam(
+    op: str, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> None:
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        _check_number(op, name, value)
+        if value < 0 or math.isinf(value):
+            raise ValueError(f"{op}: {name} is {value}; it must be finite and >= 0")
+    for name, value in (("betas[0]", betas[0]), ("betas[1]", betas[1])):
+        _check_number(op, name, value)
+        if not 0 <= value < 1:
+            raise ValueError(f"{op}: {name} is {value}; it must be in [0, 1)")
+
+
+def _check_number(op: str, name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} is {value!r}; it must be a number")
+    if math.isnan(value):
+        raise ValueError(f"{op}: {name} is nan; it must be a number")

@@ -1,0 +1,273 @@
+"""The communicator: the ranks of a group on one host, and their symmetric heap."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import socket
+import threading
+import weakref
+from datetime import timedelta
+from typing import Union
+
+import torch
+import torch.distributed as dist
+
+from . import _C
+from .errors import CommunicatorError
+
+Group = Union["Communicator", "dist.ProcessGroup", None]
+
+_cache: dict[dist.ProcessGroup, Communicator] = {}
+_cache_lock = threading.RLock()
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+class Communicator:
+    """The ranks of a process group, with every rank's heap mapped into every other.
+
+    Collective: all ranks of the group construct it together.
+
+    Args:
+        group: a ``torch.distributed`` process group; None is the default group. Its ranks must
+            share one host. The group serves only to meet; nothing is sent through it later.
+        heap_bytes: capacity of each rank's heap, equal on all ranks. Address space only: pages
+            are taken as tensors are allocated. Default: the machine's memory.
+        timeout: how long any wait for a peer may last.
+
+    Raises:
+        CommunicatorError: ranks on several hosts (named), more than 64 ranks, ranks that
+            disagree on the arguments, or no shared memory to be had; on every rank.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        heap_bytes: int | None = None,
+        timeout: timedelta = timedelta(seconds=60),
+        _liveness: str = "auto",
+        _first_epoch: int = 0,
+    ) -> None:
+        if isinstance(group, Communicator):
+            raise TypeError("Communicator: group is a Communicator; give a process group or None")
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "Communicator: torch.distributed is not initialized; "
+                "call torch.distributed.init_process_group first"
+            )
+        seconds = timeout.total_seconds()
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+        self.backend = "shm"
+        self.timeout = timeout
+        if self.rank < 0:
+            raise ValueError("Communicator: this process is not a member of the group")
+        if heap_bytes is None:
+            heap_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        heap_bytes = -(-heap_bytes // (2 << 20)) * (2 << 20)
+
+        rendezvous, problem = None, ""
+        if heap_bytes <= 0 or seconds <= 0:
+            problem = f"heap_bytes={heap_bytes} and timeout={timeout} must be positive"
+        else:
+            try:
+                rendezvous = _C.Rendezvous(heap_bytes)
+            except (OSError, RuntimeError) as error:
+                problem = f"no shared memory: {error}"
+        mine = {
+            "problem": problem,
+            "host": (_C.host_identity(), socket.gethostname()),
+            "heap_bytes": heap_bytes,
+            "address": rendezvous.address if rendezvous else "",
+            "pidfd": bool(rendezvous and rendezvous.has_pidfd and _liveness != "heartbeat"),
+        }
+        ranks: list[dict] = _exchange(mine, group, self.world_size)
+        _agree(ranks)
+        self._core = None
+        try:
+            self._core = rendezvous.connect(
+                rank=self.rank,
+                addresses=[r["address"] for r in ranks],
+                use_pidfds=all(r["pidfd"] for r in ranks),
+                heap_bytes=heap_bytes,
+                timeout=seconds,
+                check=os.environ.get("COCONET_CHECK", "1") != "0",
+                first_epoch=_first_epoch,
+            )
+        except (OSError, RuntimeError) as error:
+            problem = str(error)
+        # Vote: either all ranks have a communicator or none.
+        votes: list[str] = _exchange(problem, group, self.world_size)
+        failed = [f"rank {r}: {text}" for r, text in enumerate(votes) if text]
+        if failed:
+            self.close()
+            raise CommunicatorError("Communicator: could not be created: " + "; ".join(failed))
+        self._id = self._core.register()
+        self._group = dist.group.WORLD if group is None else group
+        _open.add(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return (
+            f"Communicator(rank={self.rank}, world_size={self.world_size}, "
+            f"backend={self.backend!r}, {state})"
+        )
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, by :meth:`close` or by a failure."""
+        return self._core is None or self._core.closed
+
+    @property
+    def heap_bytes(self) -> int:
+        """Capacity of the heap in bytes."""
+        return self._core.heap_bytes
+
+    @property
+    def heap_allocated(self) -> int:
+        """Bytes of the heap in live blocks. Blocks that some rank still holds count."""
+        return self._core.heap_allocated
+
+    def empty(
+        self,
+        *size: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """An uninitialized tensor in the symmetric heap, contiguous, with a storage of its own.
+
+        Collective. Its memory is reused once all ranks have dropped theirs.
+
+        Args:
+            size: as in ``torch.empty``, the same number of bytes on all ranks.
+            dtype: default: torch's default dtype.
+            device: ``"cpu"`` or None.
+
+        Raises:
+            MemoryError: the heap or the system has no room; on every rank.
+        """
+        from .checks import arguments
+
+        if len(size) == 1 and not isinstance(size[0], int):
+            size = tuple(size[0])
+        with arguments(self, "empty"):
+            if device is not None and torch.device(device).type != "cpu":
+                raise ValueError(f"empty: device is {device}; the {self.backend} backend has cpu")
+            if any(not isinstance(n, int) or n < 0 for n in size):
+                raise ValueError(f"empty: size is {size}; sizes are integers >= 0")
+        return self._core.empty(list(size), dtype or torch.get_default_dtype())
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory is in this rank's heap."""
+        return tensor.device.type == "cpu" and self._core.owns(tensor)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._core.barrier()
+
+    def close(self) -> None:
+        """Drops the peers' memory, descriptors and threads. Not collective: peers that call on get
+        :class:`PeerLostError`. Tensors in this rank's heap stay valid."""
+        if self._core is not None:
+            self._core.close()
+
+    def _ping(self, rounds: int) -> float:
+        """Nanoseconds per flag round trip between ranks 0 and 1. Collective."""
+        return self._core.ping(rounds)
+
+    def _inject_fault(self, phase: str, signal: int) -> None:
+        """For tests: sends this process the signal when it is about to post the phase."""
+        self._core.inject_fault(phase, signal)
+
+
+def _exchange(mine: object, group: dist.ProcessGroup | None, world_size: int) -> list:
+    everyone: list = [None] * world_size
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def _agree(ranks: list[dict]) -> None:
+    """Raises the same error on every rank unless all of them can share memory."""
+    failed = [f"rank {r}: {info['problem']}" for r, info in enumerate(ranks) if info["problem"]]
+    if failed:
+        raise CommunicatorError("Communicator: could not be created: " + "; ".join(failed))
+    if len(ranks) > _C.max_ranks:
+        raise CommunicatorError(
+            f"Communicator: the group has {len(ranks)} ranks; at most {_C.max_ranks} are supported"
+        )
+    hosts: dict[tuple[str, str], list[int]] = {}
+    for rank, info in enumerate(ranks):
+        hosts.setdefault(info["host"], []).append(rank)
+    if len(hosts) > 1:
+        where = "; ".join(
+            f"{name} ({identity}): ranks {members}" for (identity, name), members in hosts.items()
+        )
+        raise CommunicatorError(
+            "Communicator: the ranks are not on one host (same boot and network namespace), so "
+            f"they can't share memory: {where}"
+        )
+    sizes = [info["heap_bytes"] for info in ranks]
+    if len(set(sizes)) > 1:
+        raise CommunicatorError(f"Communicator: ranks disagree on heap_bytes (rounded): {sizes}")
+
+
+def communicator(group: Group = None) -> Communicator:
+    """The communicator of a group, created on first use (then collective) and cached.
+
+    Args:
+        group: a process group, None for the default group, or a communicator, which is returned.
+    """
+    if isinstance(group, Communicator):
+        return group
+    if group is None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "coconet_ops: torch.distributed is not initialized; "
+                "call torch.distributed.init_process_group first"
+            )
+        group = dist.group.WORLD
+    with _cache_lock:
+        comm = _cache.get(group)
+        if comm is None:
+            comm = _cache[group] = Communicator(group)
+        return comm
+
+
+def _registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed still knows the group."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+_destroy_process_group = dist.destroy_process_group
+
+
+@functools.wraps(_destroy_process_group)
+def _destroy_group_and_communicators(group: dist.ProcessGroup | None = None) -> None:
+    _destroy_process_group(group)
+    for comm in list(_open):
+        if not _registered(comm._group):
+            comm.close()
+            _cache.pop(comm._group, None)
+
+
+# torch has no hook for it, and a group object may outlive its destruction: torch modules that are
+# imported late keep the default group in their functions' default arguments.
+dist.destroy_process_group = _destroy_group_and_communicators
+
+
+@atexit.register
+def _close_all() -> None:
+    for comm in list(_open):
+        comm.close()

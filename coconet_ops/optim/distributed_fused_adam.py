@@ -1,0 +1,267 @@
+"""Adam whose step reduces gradients, updates this rank's slice and gathers the weights at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .. import _C, checks
+from ..collectives import all_gather
+from ..communicator import Communicator, Group, communicator
+from ..errors import MismatchError
+from ..rs_adam_ag import (
+    AdamState,
+    check_grad,
+    check_params,
+    is_dense,
+    like_layout,
+    make_hyper,
+    memory_order,
+    step,
+)
+
+_NAME = "DistributedFusedAdam"
+
+
+class _Shard:
+    """The parameters of one group and dtype, which one fused call updates."""
+
+    def __init__(self, comm: Communicator, group: dict, params: list[torch.nn.Parameter]) -> None:
+        self.group = group
+        self.params = params
+        self.state = AdamState(params, group=comm)
+        self.homes: _C.Homes | None = None
+
+    def rehome(self, comm: Communicator) -> None:
+        """Moves the weights into the heap and gives every gradient a buffer there."""
+        self.weights = [_heap_like(comm, p) for p in self.params]
+        self.gradients = [_heap_like(comm, p) for p in self.params]
+        self.homes = _C.Homes(self.weights, self.gradients)
+        for p, weight, gradient in zip(self.params, self.weights, self.gradients, strict=True):
+            _move_in(p, weight)
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(_keep_gradient_in(gradient))
+
+    def take_up_strays(self, comm: Communicator) -> None:
+        """Copies in what the user assigned since: replaced weights, gradients of their own."""
+        replaced, foreign = self.homes.strays(self.params)
+        with checks.arguments(comm, "rs_adam_ag_"):
+            for i in replaced:
+                _check_replaced(comm, i, self.params[i], self.weights[i])
+            for i in foreign:
+                check_grad(comm, i, self.weights[i], self.params[i].grad)
+        for i in replaced:
+            _move_in(self.params[i], self.weights[i])
+        if replaced:
+            self.state.reload_master(self.params, set(replaced))
+        for i in foreign:
+            self.gradients[i].copy_(self.params[i].grad)
+            self.params[i].grad = self.gradients[i]
+
+    def private_gradients(self, comm: Communicator) -> list[torch.Tensor | None]:
+        """The gradients where they are, in the layout of their weights."""
+        grads = [p.grad for p in self.params]
+        with checks.arguments(comm, "rs_adam_ag_"):
+            for i, (p, g) in enumerate(zip(self.params, grads, strict=True)):
+                if not is_dense(p):
+                    raise ValueError(f"{_NAME}: params[{i}] is not dense; use rehome=True")
+                if g is not None:
+                    check_grad(comm, i, p, g)
+        return [
+            g if g is None else like_layout(g, p) for p, g in zip(self.params, grads, strict=True)
+        ]
+
+
+class DistributedFusedAdam(torch.optim.Optimizer):
+    """Adam or AdamW, data-parallel: each step is one fused pass of reduce-scatter, update and
+    all-gather (:func:`coconet_ops.rs_adam_ag_`). Don't all-reduce gradients yourself.
+
+    Collective: all ranks construct it together, with equal parameters in the same order. State
+    (two fp32 moments, and an fp32 master for bfloat16 and float16 parameters) exists only for this
+    rank's slice: its memory is 1 / world size.
+
+    The constructor moves parameters into the communicator's heap (``p.data`` is re-pointed) and
+    gives gradients buffers there, so a step copies nothing. A gradient that autograd makes anew
+    after ``zero_grad()`` is moved into its buffer as soon as it is accumulated; gradients and
+    ``p.data`` that you assign yourself are copied in at the next step.
+
+    Args:
+        params: parameters or groups, as in torch.optim; float32, bfloat16 or float16. Groups may
+            have their own lr, betas, eps, weight_decay and bias_correction.
+        lr, betas, eps, weight_decay: as in ``torch.optim.Adam``.
+        bias_correction: False leaves Adam's bias correction out.
+        adam_w_mode: decoupled weight decay (AdamW) rather than L2 (Adam).
+        process_group: process group, communicator or None (the default group).
+        average_grads: average gradients over the ranks rather than sum them.
+        broadcast_params: start from rank 0's parameters. Otherwise they are compared.
+        rehome: False leaves parameters and gradients where they are; steps then go through the
+            staging areas, with the same result.
+
+    Raises:
+        MismatchError: the ranks' parameters differ (tells which), or their hyperparameters.
+        TypeError, ValueError: unsupported parameters, gradients or hyperparameters.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        *,
+        process_group: Group = None,
+        average_grads: bool = True,
+        broadcast_params: bool = False,
+        rehome: bool = True,
+    ) -> None:
+        self._comm = communicator(process_group)
+        self._adam_w_mode = adam_w_mode
+        self._average_grads = average_grads
+        self._broadcast_params = broadcast_params
+        self._rehome = rehome
+        self._shards: list[_Shard] = []
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        with checks.arguments(self._comm, "all_gather"):
+            super().__init__(params, defaults)
+        for index in range(len(self.param_groups)):
+            self._adopt(index)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim; collective."""
+        super().add_param_group(param_group)
+        # The first groups are adopted when all of them are known to be good.
+        if self._shards:
+            self._adopt(len(self.param_groups) - 1)
+
+    @torch.no_grad()
+    def _adopt(self, index: int) -> None:
+        group = self.param_groups[index]
+        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+        with checks.arguments(self._comm, "all_gather"):
+            for p in group["params"]:
+                by_dtype.setdefault(p.dtype, []).append(p)
+            for params in by_dtype.values():
+                check_params(self._comm, params)
+            self._hyper(group)
+        _compare(self._comm, index, group["params"], values=not self._broadcast_params)
+        if self._broadcast_params:
+            for p in group["params"]:
+                _broadcast(self._comm, p)
+        for params in by_dtype.values():
+            shard = _Shard(self._comm, group, params)
+            if self._rehome:
+                shard.rehome(self._comm)
+            self._shards.append(shard)
+
+    def _hyper(self, group: dict[str, Any]) -> _C.AdamHyper:
+        return make_hyper(
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            adam_w_mode=self._adam_w_mode,
+            bias_correction=group["bias_correction"],
+            average_grads=self._average_grads,
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of every group; collective. Returns what the closure returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for shard in self._shards:
+            with checks.arguments(self._comm, "rs_adam_ag_"):
+                hyper = self._hyper(shard.group)
+            if shard.homes is None:
+                step(shard.state, shard.params, shard.private_gradients(self._comm), hyper)
+            else:
+                shard.take_up_strays(self._comm)
+                step(shard.state, shard.params, None, hyper)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError(
+            f"{_NAME}: saving the sharded state is not supported in this version"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError(
+            f"{_NAME}: loading the sharded state is not supported in this version"
+        )
+
+
+def _heap_like(comm: Communicator, p: torch.Tensor) -> torch.Tensor:
+    """A heap tensor with the shape of p, and its layout where that is dense."""
+    home = comm.empty(p.numel(), dtype=p.dtype)
+    return home.as_strided(p.shape, p.stride()) if is_dense(p) else home.view(p.shape)
+
+
+def _move_in(p: torch.Tensor, home: torch.Tensor) -> None:
+    home.copy_(p.data)
+    p.data = home
+
+
+def _keep_gradient_in(home: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    @torch.no_grad()
+    def hook(p: torch.Tensor) -> None:
+        # Sparse gradients are refused in step().
+        if p.grad is not home and p.grad.layout is torch.strided:
+            home.copy_(p.grad)
+            p.grad = home
+
+    return hook
+
+
+def _check_replaced(comm: Communicator, i: int, p: torch.Tensor, home: torch.Tensor) -> None:
+    checks.check_tensor(comm, _NAME, f"params[{i}]", p, dtypes=(home.dtype,))
+    if p.shape != home.shape:
+        raise ValueError(
+            f"{_NAME}: params[{i}] was replaced by a tensor of shape {list(p.shape)}; "
+            f"it had {list(home.shape)}"
+        )
+
+
+def _compare(comm: Communicator, group: int, params: list[torch.Tensor], values: bool) -> None:
+    """Raises on every rank unless all ranks have the same parameters."""
+    counts = all_gather(torch.tensor([len(params)]), group=comm).tolist()
+    if len(set(counts)) > 1:
+        raise MismatchError(
+            f"{_NAME}: ranks disagree on the number of parameters in group {group}: {counts}"
+        )
+    table = torch.tensor(
+        [
+            [p.numel(), p.element_size(), _C.hash_bytes(p.contiguous()) if values else 0]
+            for p in params
+        ]
+    )
+    everyone = all_gather(table[None], group=comm)
+    differs = (everyone != everyone[0]).any(0)
+    if not differs.any():
+        return
+    index, column = (int(i) for i in differs.nonzero()[0])
+    what = ("number of elements", "dtype", "values")[column]
+    ranks = (everyone[:, index, column] != everyone[0, index, column]).nonzero().flatten().tolist()
+    raise MismatchError(
+        f"{_NAME}: parameter {index} of group {group} (shape {list(params[index].shape)} on rank "
+        f"{comm.rank}) has other {what} on ranks {ranks} than on rank 0"
+        + ("; broadcast_params=True starts from rank 0's" if column == 2 else "")
+    )
+
+
+def _broadcast(comm: Communicator, p: torch.Tensor) -> None:
+    flat = memory_order(p if is_dense(p) else p.contiguous())
+    first = all_gather(flat if comm.rank == 0 else flat[:0], group=comm)
+    p.copy_(first.as_strided(p.shape, p.stride()) if is_dense(p) else first.view(p.shape))

@@ -1,0 +1,208 @@
+"""RS-Adam-AG: reduce-scatter of the gradients, Adam on the own slice, all-gather of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import _C, checks
+from .communicator import Communicator, Group, communicator
+
+_OP = "rs_adam_ag_"
+
+
+class AdamState:
+    """Adam's state for a list of parameters, for this rank's slice alone.
+
+    The parameters are laid end to end, each start rounded up to 64 elements, and cut into
+    ``world_size`` equal slices; borders fall anywhere. Collective.
+
+    Args:
+        params: dense tensors of one dtype (float32, bfloat16 or float16), equal on all ranks.
+        group: process group, communicator or None (the default group).
+
+    Attributes:
+        exp_avg, exp_avg_sq: float32, 1-D, this rank's slice.
+        master: float32 weights of the slice, for bfloat16 and float16 parameters; else None.
+        steps: updates done, per parameter.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], *, group: Group = None) -> None:
+        self.comm: Communicator = communicator(group)
+        params = list(params)
+        with checks.arguments(self.comm, "empty"):
+            check_params(self.comm, params)
+        self._shapes = [p.shape for p in params]
+        self._list = _C.TensorList(self.comm._core, [p.numel() for p in params])
+        self.dtype = params[0].dtype
+        numel = self._list.slice
+        self.exp_avg = torch.zeros(numel)
+        self.exp_avg_sq = torch.zeros(numel)
+        self.master: torch.Tensor | None = None
+        if self.dtype != torch.float32:
+            self.master = torch.zeros(numel)
+            self.reload_master(params)
+
+    @property
+    def steps(self) -> list[int]:
+        return self._list.steps
+
+    def pieces(self, rank: int | None = None) -> list[tuple[int, int, int, int]]:
+        """(parameter, first element in it, first element in the slice, elements) for each piece of
+        a rank's slice; elements in memory order. Default: the own rank."""
+        return self._list.pieces(self.comm.rank if rank is None else rank)
+
+    def reload_master(self, params: Sequence[torch.Tensor], only: set[int] | None = None) -> None:
+        """Takes the fp32 master weights from the parameters again (all, or the given indices)."""
+        if self.master is None:
+            return
+        for index, first, at, count in self.pieces():
+            if only is None or index in only:
+                p = params[index].detach()
+                flat = memory_order(p if is_dense(p) else p.contiguous())
+                self.master[at : at + count].copy_(flat[first : first + count])
+
+
+def rs_adam_ag_(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    state: AdamState,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    adam_w_mode: bool = True,
+    bias_correction: bool = True,
+    average_grads: bool = True,
+    group: Group = None,
+) -> None:
+    """One Adam step on every rank, in one pass: each rank reduces its slice of the gradients,
+    updates state and weights of that slice, and writes the new weights to all ranks.
+
+    Unfused: all-reduce of the gradients, then ``torch.optim.Adam`` or ``AdamW`` on every rank
+    (:func:`coconet_ops.reference.rs_adam_ag_`). CoCoNet (arXiv 2105.05720), section 6.
+
+    Zero-copy when all parameters and gradients are in the heap on every rank; otherwise they go
+    through the staging areas.
+
+    Args:
+        params: the tensors of ``state``, equal on all ranks; updated in place.
+        grads: one per parameter, of its shape and dtype. None counts as zero; a parameter without
+            gradient on every rank is skipped, as in torch.optim.
+        state: this rank's :class:`AdamState`; updated in place.
+        lr, betas, eps, weight_decay: as in ``torch.optim.Adam``.
+        adam_w_mode: decoupled weight decay (AdamW) rather than L2.
+        bias_correction: as in Adam; False leaves it out.
+        average_grads: average gradients over the ranks rather than sum them.
+        group: for symmetry with the other ops; the state knows its communicator.
+
+    Raises: as :func:`coconet_ops.all_reduce`; hyperparameters are compared across ranks too.
+    """
+    comm = state.comm
+    with checks.arguments(comm, _OP):
+        if group is not None and communicator(group) is not comm:
+            raise ValueError(f"{_OP}: group is not the communicator of state")
+        params, grads = list(params), list(grads)
+        check_params(comm, params)
+        if [p.shape for p in params] != state._shapes or params[0].dtype != state.dtype:
+            raise ValueError(f"{_OP}: params are not those that state was made for")
+        if len(grads) != len(params):
+            raise ValueError(f"{_OP}: {len(grads)} grads for {len(params)} params")
+        for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+            if g is not None:
+                check_grad(comm, i, p, g)
+        hyper = make_hyper(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            adam_w_mode=adam_w_mode,
+            bias_correction=bias_correction,
+            average_grads=average_grads,
+        )
+    # The kernel walks memory: weights and gradients need one dense layout.
+    dense = [p if is_dense(p) else p.detach().contiguous() for p in params]
+    aligned = [g if g is None else like_layout(g, p) for g, p in zip(grads, dense, strict=True)]
+    step(state, dense, aligned, hyper)
+    for p, d in zip(params, dense, strict=True):
+        if d is not p:
+            with torch.no_grad():
+                p.copy_(d)
+
+
+def make_hyper(
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    adam_w_mode: bool,
+    bias_correction: bool,
+    average_grads: bool,
+) -> _C.AdamHyper:
+    """Checked hyperparameters."""
+    checks.check_adam(_OP, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return _C.AdamHyper(
+        lr=float(lr),
+        beta1=float(betas[0]),
+        beta2=float(betas[1]),
+        eps=float(eps),
+        weight_decay=float(weight_decay),
+        adam_w_mode=bool(adam_w_mode),
+        bias_correction=bool(bias_correction),
+        average_grads=bool(average_grads),
+    )
+
+
+def step(
+    state: AdamState,
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor | None] | None,
+    hyper: _C.AdamHyper,
+) -> None:
+    """The step itself; arguments are checked and dense. grads None: each parameter's own."""
+    _C.adam_step(state._list, params, grads, hyper, state.exp_avg, state.exp_avg_sq, state.master)
+    # As any in-place change: autograd notices a stale saved weight.
+    torch.autograd.graph.increment_version(params)
+
+
+def check_params(comm: Communicator, params: list[torch.Tensor]) -> None:
+    if not params:
+        raise ValueError(f"{_OP}: params is empty; it needs at least one tensor")
+    for i, p in enumerate(params):
+        checks.check_tensor(comm, _OP, f"params[{i}]", p)
+        if p.dtype != params[0].dtype:
+            raise TypeError(
+                f"{_OP}: params[{i}] has dtype {p.dtype} but params[0] has {params[0].dtype}; "
+                "one state takes one dtype"
+            )
+
+
+def check_grad(comm: Communicator, i: int, param: torch.Tensor, grad: torch.Tensor) -> None:
+    name = f"grads[{i}]"
+    checks.check_tensor(comm, _OP, name, grad)
+    if grad.dtype != param.dtype:
+        raise TypeError(f"{_OP}: {name} has dtype {grad.dtype} but its parameter {param.dtype}")
+    if grad.shape != param.shape:
+        raise ValueError(
+            f"{_OP}: {name} has shape {list(grad.shape)} but its parameter {list(param.shape)}"
+        )
+
+
+def is_dense(t: torch.Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, in some order of dimensions."""
+    return torch.ops.aten.is_non_overlapping_and_dense.default(t)
+
+
+def like_layout(t: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """t with the strides of a dense tensor."""
+    if t.stride() == model.stride():
+        return t
+    return torch.empty_strided(model.shape, model.stride(), dtype=t.dtype).copy_(t)
+
+
+def memory_order(t: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as a 1-D view of its memory."""
+    return t.as_strided((t.numel(),), (1,))

@@ -1,0 +1,47 @@
+// Types and constants that every layer shares. No torch, no OS header.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define COCONET_HD __host__ __device__ __forceinline__
+#else
+// always_inline: files compiled for different instruction sets must not share an out-of-line copy.
+#define COCONET_HD inline __attribute__((always_inline))
+#endif
+
+namespace coconet {
+
+constexpr int kMaxRanks = 64;
+
+// Ops that compute accept f32, bf16 and f16; ops that only move data accept all.
+enum class DType : int32_t {
+    f32,
+    bf16,
+    f16,
+    f64,
+    i64,
+    i32,
+    i16,
+    i8,
+    u8,
+    boolean,
+    c64,
+    c128,
+    other
+};
+constexpr int kNumComputeDTypes = 3;
+
+struct bf16_t {
+    uint16_t bits;
+};
+struct f16_t {
+    uint16_t bits;
+};
+
+COCONET_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+COCONET_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+COCONET_HD constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+COCONET_HD constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+}  // namespace coconet

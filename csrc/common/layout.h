@@ -1,0 +1,97 @@
+// The layout of a rank's shared segment: control block, staging area, heap. Every offset that
+// another process relies on is defined here.
+#pragma once
+
+#include <atomic>
+
+#include "common/base.h"
+
+namespace coconet {
+
+// What a rank tells its peers about its progress. Each counter only grows, compared modulo 2^32.
+enum Phase : int {
+    kEnter,    // calls entered: descriptor and inputs are ready
+    kPublish,  // chunks copied to the staging area
+    kReduce,   // chunks reduced
+    kCollect,  // chunks collected
+    kExit,     // calls whose stores are complete
+    kNumPhases
+};
+constexpr const char* kPhaseNames[kNumPhases] = {"enter", "publish", "reduce", "collect", "exit"};
+
+constexpr bool reached(uint32_t seen, uint32_t want) {
+    return static_cast<int32_t>(seen - want) >= 0;
+}
+
+// 128: adjacent lines are prefetched in pairs.
+struct alignas(128) Signal {
+    std::atomic<uint32_t> value;
+    std::atomic<uint32_t> waiters;  // processes asleep on value
+};
+
+enum class OpCode : int32_t {
+    none,
+    rejected,  // the rank's arguments were bad; text says why
+    barrier,
+    empty,
+    touch,
+    all_reduce,
+    reduce_scatter,
+    all_gather,
+    rs_adam_ag,
+    ping
+};
+
+// What a call is, in full: peers compare fields (meaning: op_fields) and use operands.
+constexpr int kMaxFields = 32, kMaxOperands = 4;
+struct Descriptor {
+    OpCode op;
+    int32_t num_fields;
+    int64_t operands[kMaxOperands];
+    int64_t fields[kMaxFields];
+    char text[512];
+};
+
+enum class FailureKind : int32_t { none, closed, peer_lost, timeout };
+
+struct Failure {
+    std::atomic<uint32_t> set;
+    FailureKind kind;
+    char text[1024];
+};
+
+// One entry per tensor of a list, in the heap of each rank.
+struct TensorEntry {
+    int64_t numel;
+    int64_t weight;    // heap offset in bytes, or kPrivate
+    int64_t gradient;  // heap offset in bytes, kPrivate or kAbsent
+};
+constexpr int64_t kPrivate = -1, kAbsent = -2;
+
+constexpr int kMaxBlocks = 1 << 16;
+struct FreedBlocks {
+    uint64_t bits[kMaxBlocks / 64];
+};
+
+struct ControlBlock {
+    std::atomic<uint32_t> closed;
+    std::atomic<uint32_t> heartbeat;
+    Failure failure;
+    Signal signals[kNumPhases];
+    Descriptor descriptors[2];  // by parity of the call: a fast rank may be one call ahead
+    FreedBlocks freed[2];       // heap blocks that this rank has freed, by parity of the call
+};
+
+// Staging for operands outside the heap: per rank kStageSlots chunks of input for the peers and as
+// many of results, so that a rank publishes one chunk while its peers still work on those before.
+// A power of two: chunk numbers wrap.
+constexpr int kStageSlots = 4;
+constexpr int64_t kStageSlotBytes = 256 << 10;
+
+constexpr int64_t kPage = 4096, kHugePage = 2 << 20;
+constexpr int64_t kStageOffset = round_up(sizeof(ControlBlock), kPage);
+constexpr int64_t kResultOffset = kStageOffset + kStageSlots * kStageSlotBytes;
+constexpr int64_t kHeapOffset = round_up(kResultOffset + kStageSlots * kStageSlotBytes, kHugePage);
+constexpr int64_t kHeapAlign = 256;
+
+}  // namespace coconet

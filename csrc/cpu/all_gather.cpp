@@ -1,0 +1,114 @@
+// all_gather: every rank copies its peers' shards, out of their heap or chunk by chunk out of their
+// staging areas:
+//   publish   copy a chunk of the own shard to the own staging area
+//   collect   copy the peers' chunks to the own output
+#include <string>
+
+#include "cpu/collectives.h"
+
+namespace coconet {
+
+namespace {
+
+// Slices in bytes: inner holds the size of an element.
+void gather_direct(Communicator& comm, const DimSlices& slices, char* output, bool stream) {
+    for (int i = 0; i < comm.world; ++i) {
+        const int peer = (comm.rank + i) % comm.world;  // not all from the same rank at once
+        const char* shard = comm.heap_of(peer) + comm.channel().descriptor(peer).operands[0];
+        slices.for_runs(peer, 0, slices.size(peer), [&](const Run& run) {
+            kernels().copy(output + run.offset, shard + run.index, run.length, stream);
+        });
+    }
+    comm.channel().complete_outputs();
+}
+
+void gather_staged(Communicator& comm, const DimSlices& slices, const char* shard, char* output,
+                   bool stream) {
+    Channel& channel = comm.channel();
+    int64_t longest = 0;
+    for (int r = 0; r < comm.world; ++r) longest = max64(longest, slices.size(r));
+    const int64_t num_chunks = ceil_div(longest, kStageSlotBytes);
+    const uint32_t first = channel.chunk;
+
+    const auto slot = [](char* area, uint32_t chunk) {
+        return area + (chunk % kStageSlots) * kStageSlotBytes;
+    };
+    const auto publish = [&](int64_t k) {
+        const uint32_t chunk = first + static_cast<uint32_t>(k);
+        channel.wait_all(kCollect, chunk + 1 - kStageSlots);
+        const int64_t begin = k * kStageSlotBytes;
+        const int64_t end = min64(begin + kStageSlotBytes, slices.size(comm.rank));
+        if (begin < end)
+            kernels().copy(slot(comm.stage_of(comm.rank), chunk), shard + begin, end - begin,
+                           false);
+        channel.signal(kPublish, chunk + 1);
+    };
+    const auto collect = [&](int64_t k) {
+        const uint32_t chunk = first + static_cast<uint32_t>(k);
+        for (int i = 0; i < comm.world; ++i) {
+            const int peer = (comm.rank + i) % comm.world;
+            const bool own = peer == comm.rank;
+            if (!own) channel.wait(peer, kPublish, chunk + 1);
+            const char* source = own ? shard : slot(comm.stage_of(peer), chunk);
+            const int64_t begin = k * kStageSlotBytes;
+            const int64_t end = min64(begin + kStageSlotBytes, slices.size(peer));
+            slices.for_runs(peer, begin, end, [&](const Run& run) {
+                kernels().copy(output + run.offset, source + run.index - (own ? 0 : begin),
+                               run.length, stream);
+            });
+        }
+        channel.signal(kCollect, chunk + 1);
+    };
+
+    if (num_chunks > 0) publish(0);
+    for (int64_t k = 0; k < num_chunks; ++k) {
+        if (k + 1 < num_chunks) publish(k + 1);
+        collect(k);
+    }
+    channel.finish_chunks(static_cast<uint32_t>(num_chunks));
+}
+
+}  // namespace
+
+Output all_gather(Communicator& comm, const Operand& shard, int64_t dim, int64_t size,
+                  const NewOutput& new_output, int64_t* total) {
+    return comm.call(OpCode::all_gather, [&]() -> Output {
+        const int64_t offset = comm.heap()->offset_of(shard.data, shard.bytes());
+        const int64_t rows = shard.sizes[dim];
+        std::vector<int64_t> rest(shard.sizes, shard.sizes + shard.dims);
+        rest[dim] = 1;
+        DescriptorBuilder builder(OpCode::all_gather);
+        builder.add(static_cast<int64_t>(shard.dtype)).add(shard.itemsize).add(dim).add(size);
+        builder.add(rows).add_shape(rest.data(), shard.dims);
+        builder.d.operands[0] = offset;
+        builder.d.operands[1] = rows;
+        comm.enter(builder.d, offset >= 0);
+
+        DimSlices slices{
+            shard.product(0, dim), 0, shard.product(dim + 1, shard.dims) * shard.itemsize, {}};
+        for (int r = 0; r < comm.world; ++r)
+            slices.begins[r + 1] = slices.begins[r] + comm.channel().descriptor(r).operands[1];
+        slices.dim = *total = slices.begins[comm.world];
+        if (size >= 0 && size != *total) {
+            comm.channel().leave();
+            throw Error(ErrorKind::mismatch, "all_gather: size is " + std::to_string(size) +
+                                                 " but the shards of all ranks have " +
+                                                 std::to_string(*total) + " rows along dim " +
+                                                 std::to_string(dim));
+        }
+        const bool direct = comm.all_ranks([](const Descriptor& d) { return d.operands[0] >= 0; });
+        const int64_t bytes = slices.outer * slices.dim * slices.inner;
+        Output block;
+        if (direct) block = comm.allocate(bytes);
+        char* output = block ? comm.heap_of(comm.rank) + block->offset
+                             : static_cast<char*>(new_output(*total));
+        if (direct)
+            gather_direct(comm, slices, output, bytes > kStreamBytes);
+        else
+            gather_staged(comm, slices, static_cast<const char*>(shard.data), output,
+                          bytes > kStreamBytes);
+        return block;
+    });
+}
+
+}  // namespace coconet

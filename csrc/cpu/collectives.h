@@ -1,0 +1,54 @@
+// The collectives of one tensor. Operands in the heap of every rank are used where they are; as
+// soon as one rank's is elsewhere, all ranks go through the staging areas.
+#pragma once
+
+#include <functional>
+#include <optional>
+
+#include "common/slices.h"
+#include "cpu/communicator.h"
+#include "cpu/kernels.h"
+
+namespace coconet {
+
+// A contiguous tensor.
+struct Operand {
+    void* data;
+    DType dtype;
+    int64_t itemsize;
+    const int64_t* sizes;
+    int64_t dims;
+
+    int64_t numel() const { return product(0, dims); }
+    int64_t bytes() const { return numel() * itemsize; }
+    // Of the sizes of dimensions [from, to).
+    int64_t product(int64_t from, int64_t to) const {
+        int64_t n = 1;
+        for (int64_t i = from; i < to; ++i) n *= sizes[i];
+        return n;
+    }
+};
+
+// A new output lies in the heap (block) when the input does, and elsewhere otherwise.
+using Output = std::optional<Heap::Block>;
+// Makes an output outside the heap with this size along dim and returns its memory.
+using NewOutput = std::function<void*(int64_t size)>;
+
+Output all_reduce(Communicator& comm, const Operand& x, bool average, const NewOutput& new_output);
+void all_reduce_(Communicator& comm, const Operand& x, bool average);
+
+// The cut of a dimension of this size.
+DimSlices dim_slices(const Operand& x, int64_t dim, Split split, int world);
+Output reduce_scatter(Communicator& comm, const Operand& x, int64_t dim, bool average, Split split,
+                      const NewOutput& new_output);
+
+// size: the expected total along dim, or -1. Returns the total found in *total.
+Output all_gather(Communicator& comm, const Operand& shard, int64_t dim, int64_t size,
+                  const NewOutput& new_output, int64_t* total);
+
+// Writes larger than this go past the cache.
+constexpr int64_t kStreamBytes = 1 << 20;
+
+Stage stage_of(const Communicator& comm);
+
+}  // namespace coconet

@@ -1,0 +1,78 @@
+#include "cpu/heap.h"
+
+#include <utility>
+
+namespace coconet {
+
+Heap::Heap(std::unique_ptr<Segment> segment, int64_t capacity)
+    : segment_(std::move(segment)),
+      capacity_(capacity),
+      freed_(new std::atomic<uint64_t>[kMaxBlocks / 64]()) {
+    free_[0] = capacity;
+}
+
+int64_t Heap::offset_of(const void* p, int64_t bytes) const {
+    const int64_t offset = static_cast<const char*>(p) - data();
+    return offset >= 0 && offset + bytes <= capacity_ ? offset : kPrivate;
+}
+
+std::optional<Heap::Block> Heap::allocate(int64_t bytes) {
+    const int64_t size = round_up(max64(bytes, 1), kHeapAlign);
+    if (unused_slots_.empty() && blocks_.size() == kMaxBlocks) return std::nullopt;
+    for (auto it = free_.begin(); it != free_.end(); ++it) {
+        const auto [offset, room] = *it;
+        if (room < size) continue;
+        free_.erase(it);
+        if (room > size) free_[offset + size] = room - size;
+        int slot = static_cast<int>(blocks_.size());
+        if (unused_slots_.empty()) {
+            blocks_.emplace_back();
+        } else {
+            slot = unused_slots_.back();
+            unused_slots_.pop_back();
+        }
+        blocks_[slot] = {slot, offset, size};
+        allocated_ += size;
+        high_water_ = max64(high_water_, offset + size);
+        return blocks_[slot];
+    }
+    return std::nullopt;
+}
+
+void Heap::release(int slot) {
+    const Block block = std::exchange(blocks_[slot], Block{slot, 0, 0});
+    unused_slots_.push_back(slot);
+    allocated_ -= block.bytes;
+    freed_[slot / 64].fetch_and(~(uint64_t{1} << slot % 64), std::memory_order_relaxed);
+    auto it = free_.emplace(block.offset, block.bytes).first;
+    const auto next = std::next(it);
+    if (next != free_.end() && it->first + it->second == next->first) {
+        it->second += next->second;
+        free_.erase(next);
+    }
+    if (it == free_.begin()) return;
+    const auto previous = std::prev(it);
+    if (previous->first + previous->second == it->first) {
+        previous->second += it->second;
+        free_.erase(it);
+    }
+}
+
+void Heap::mark_freed(int slot) {
+    freed_[slot / 64].fetch_or(uint64_t{1} << slot % 64, std::memory_order_relaxed);
+}
+
+void Heap::publish_freed(FreedBlocks* out) const {
+    for (int w = 0; w < words(); ++w) out->bits[w] = freed_[w].load(std::memory_order_relaxed);
+}
+
+void Heap::reclaim(const FreedBlocks* const* freed, int world) {
+    for (int w = 0; w < words(); ++w) {
+        uint64_t everywhere = ~uint64_t{0};
+        for (int r = 0; r < world; ++r) everywhere &= freed[r]->bits[w];
+        for (; everywhere; everywhere &= everywhere - 1)
+            release(w * 64 + __builtin_ctzll(everywhere));
+    }
+}
+
+}  // namespace coconet

@@ -1,0 +1,147 @@
+#include "cpu/rs_adam_ag.h"
+
+#include <math.h>
+
+#include <string>
+#include <utility>
+
+#include "cpu/collectives.h"
+
+namespace coconet {
+
+TensorList::TensorList(std::shared_ptr<Communicator> c, std::vector<int64_t> n)
+    : comm(std::move(c)), numels(std::move(n)), steps(numels.size(), 0), heap_(comm->heap()) {
+    total = 0;
+    for (const int64_t numel : numels) {
+        starts.push_back(total);
+        total += round_up(numel, kSliceAlign);
+    }
+    slice = aligned_slice(total, comm->world);
+    constants.resize(numels.size());
+    table_ = comm->empty(2 * static_cast<int64_t>(numels.size() * sizeof(TensorEntry)));
+}
+
+TensorList::~TensorList() { heap_->mark_freed(table_.slot); }
+
+namespace {
+
+int64_t place(const Heap& heap, const void* p, int64_t bytes) {
+    return p == nullptr ? kAbsent : bytes == 0 ? 0 : heap.offset_of(p, bytes);
+}
+
+// Fills this rank's table; true when every tensor is in the heap.
+bool publish_table(TensorList& list, int64_t itemsize, const std::vector<void*>& weights,
+                   const std::vector<const void*>& gradients) {
+    Communicator& comm = *list.comm;
+    comm.channel().settle();
+    auto* entries = reinterpret_cast<TensorEntry*>(comm.heap_of(comm.rank) +
+                                                   list.table(comm.channel().next_epoch()));
+    bool in_heap = true;
+    for (int t = 0; t < list.size(); ++t) {
+        const int64_t bytes = list.numels[t] * itemsize;
+        entries[t] = {list.numels[t], place(*comm.heap(), weights[t], bytes),
+                      place(*comm.heap(), gradients[t], bytes)};
+        in_heap = in_heap && entries[t].weight != kPrivate && entries[t].gradient != kPrivate;
+    }
+    return in_heap;
+}
+
+void check_sizes(Communicator& comm, int tensors, const TensorEntry* const* entries) {
+    for (int t = 0; t < tensors; ++t)
+        for (int r = 1; r < comm.world; ++r) {
+            if (entries[r][t].numel == entries[0][t].numel) continue;
+            comm.channel().leave();
+            throw Error(ErrorKind::mismatch,
+                        "rs_adam_ag_: ranks disagree on the size of parameter " +
+                            std::to_string(t) + ": " + std::to_string(entries[0][t].numel) +
+                            " elements on rank 0; " + std::to_string(entries[r][t].numel) +
+                            " on rank " + std::to_string(r));
+        }
+}
+
+AdamStep step_constants(const AdamHyper& h, int64_t step) {
+    if (!h.bias_correction) return {static_cast<float>(h.lr), 1.0f};
+    const double bias1 = 1 - pow(h.beta1, static_cast<double>(step));
+    const double bias2 = 1 - pow(h.beta2, static_cast<double>(step));
+    return {static_cast<float>(h.lr / bias1), static_cast<float>(1 / sqrt(bias2))};
+}
+
+// Counts the step of every tensor that has a gradient somewhere.
+void count_steps(TensorList& list, const AdamHyper& hyper, const TensorEntry* const* entries) {
+    int64_t known_step = 0;
+    AdamStep known{};
+    for (int t = 0; t < list.size(); ++t) {
+        bool present = false;
+        for (int r = 0; r < list.comm->world; ++r)
+            present = present || entries[r][t].gradient != kAbsent;
+        if (!present) continue;
+        const int64_t step = ++list.steps[t];
+        if (step != known_step) known = step_constants(hyper, step);
+        known_step = step;
+        list.constants[t] = known;
+    }
+}
+
+AdamConstants adam_constants(const AdamHyper& h, int world) {
+    AdamConstants c;
+    c.grad_scale = h.average_grads ? 1.0f / world : 1.0f;
+    c.l2 = h.adam_w_mode ? 0.0f : static_cast<float>(h.weight_decay);
+    c.decay = h.adam_w_mode ? static_cast<float>(1 - h.lr * h.weight_decay) : 1.0f;
+    c.beta1 = static_cast<float>(h.beta1);
+    c.beta2 = static_cast<float>(h.beta2);
+    c.one_minus_beta1 = static_cast<float>(1 - h.beta1);
+    c.one_minus_beta2 = static_cast<float>(1 - h.beta2);
+    c.eps = static_cast<float>(h.eps);
+    return c;
+}
+
+Descriptor describe(const TensorList& list, DType dtype, const AdamHyper& h, bool in_heap) {
+    DescriptorBuilder b(OpCode::rs_adam_ag);
+    b.add(static_cast<int64_t>(dtype)).add(static_cast<int64_t>(list.size()));
+    b.add(h.lr).add(h.beta1).add(h.beta2).add(h.eps).add(h.weight_decay);
+    b.add(static_cast<int64_t>(h.adam_w_mode)).add(static_cast<int64_t>(h.bias_correction));
+    b.add(static_cast<int64_t>(h.average_grads));
+    b.d.operands[0] = in_heap;
+    b.d.operands[1] = list.table(list.comm->channel().next_epoch());
+    return b.d;
+}
+
+}  // namespace
+
+void rs_adam_ag(TensorList& list, DType dtype, const std::vector<void*>& weights,
+                const std::vector<const void*>& gradients, const AdamHyper& hyper, float* exp_avg,
+                float* exp_avg_sq, float* master) {
+    Communicator& comm = *list.comm;
+    comm.call(OpCode::rs_adam_ag, [&] {
+        const int64_t itemsize = dtype == DType::f32 ? 4 : 2;
+        const bool in_heap = publish_table(list, itemsize, weights, gradients);
+        comm.enter(describe(list, dtype, hyper, in_heap));
+
+        AdamArgs args;
+        args.slices = list.slices();
+        for (int r = 0; r < comm.world; ++r) {
+            args.heaps[r] = comm.heap_of(r);
+            args.entries[r] = reinterpret_cast<const TensorEntry*>(
+                args.heaps[r] + comm.channel().descriptor(r).operands[1]);
+        }
+        check_sizes(comm, list.size(), args.entries);
+        count_steps(list, hyper, args.entries);
+        args.weights = weights.data();
+        args.gradients = gradients.data();
+        args.constants = adam_constants(hyper, comm.world);
+        args.steps = list.constants.data();
+        args.exp_avg = exp_avg;
+        args.exp_avg_sq = exp_avg_sq;
+        args.master = master;
+        args.stream = list.slice * itemsize > kStreamBytes;
+        const int type = static_cast<int>(dtype);
+        if (comm.all_ranks([](const Descriptor& d) { return d.operands[0] != 0; })) {
+            kernels().rs_adam_ag[type](comm.channel(), args);
+        } else {
+            args.stage = stage_of(comm);
+            kernels().rs_adam_ag_staged[type](comm.channel(), args);
+        }
+    });
+}
+
+}  // namespace coconet

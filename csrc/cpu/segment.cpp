@@ -1,0 +1,74 @@
+#include "cpu/segment.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <system_error>
+
+#include "common/layout.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace coconet {
+
+namespace {
+
+std::system_error os_error(const char* what) {
+    return std::system_error(errno, std::generic_category(), what);
+}
+
+}  // namespace
+
+Segment* Segment::create(int64_t bytes) {
+    const int fd = memfd_create("coconet", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) throw os_error("memfd_create");
+    // Sealed against shrinking: a peer can't make this rank's accesses fault.
+    if (ftruncate(fd, bytes) != 0 || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
+        const std::system_error error = os_error("sizing the shared segment");
+        close(fd);
+        throw error;
+    }
+    return map(fd, bytes);
+}
+
+Segment* Segment::map(int fd, int64_t bytes) {
+    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (data == MAP_FAILED) {
+        const std::system_error error = os_error("mapping a shared segment");
+        close(fd);
+        throw error;
+    }
+    // Hints: huge pages where the system allows them, no heap in core dumps.
+    madvise(data, bytes, MADV_HUGEPAGE);
+    madvise(data, bytes, MADV_DONTDUMP);
+    return new Segment(fd, static_cast<char*>(data), bytes);
+}
+
+Segment::~Segment() {
+    munmap(data_, bytes_);
+    close(fd_);
+}
+
+int64_t Segment::resident_bytes() const {
+    struct stat s;
+    return fstat(fd_, &s) == 0 ? static_cast<int64_t>(s.st_blocks) * 512 : -1;
+}
+
+bool Segment::touch(int64_t offset, int64_t bytes) {
+    const int64_t begin = offset / kPage * kPage;
+    const int64_t end = round_up(offset + bytes, kPage);
+    int result;
+    do result = madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE);
+    while (result != 0 && errno == EINTR);
+    if (result == 0) return true;
+    if (errno != EINVAL) return false;
+    // Kernels before 5.14 don't know the request. Reserve the blocks instead.
+    return fallocate(fd_, 0, begin, end - begin) == 0;
+}
+
+}  // namespace coconet

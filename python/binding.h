@@ -1,0 +1,33 @@
+// Shared by the files of the binding layer.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+
+#include "cpu/communicator.h"
+
+namespace coconet {
+
+// Communicators by number: torch ops take no Python objects.
+int64_t register_communicator(const std::shared_ptr<Communicator>& comm);
+std::shared_ptr<Communicator> communicator(int64_t id);
+
+// Sets the Python exception that belongs to the error and throws it. Takes the GIL.
+[[noreturn]] void throw_python(const Error& error);
+
+template <class F>
+auto with_python_errors(F&& f) {
+    try {
+        return f();
+    } catch (const Error& error) {
+        throw_python(error);
+    }
+}
+
+DType dtype_of(const at::Tensor& t);
+// A tensor with its own storage in the heap; dropping it marks the block as freed.
+at::Tensor heap_tensor(const Communicator& comm, const Heap::Block& block, at::IntArrayRef sizes,
+                       at::ScalarType dtype);
+
+}  // namespace coconet

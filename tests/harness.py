@@ -1,0 +1,375 @@
+"""Ranks for the tests: processes that hold one gloo group.
+
+`RankPool` reuses its processes from case to case; `run_fresh` starts new ones for cases that kill,
+stop or exit. Both fork from a server that has torch loaded, so that a rank starts in milliseconds.
+A rank that doesn't answer becomes a failure that shows every rank's stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WATCHDOG = 120.0  # seconds: a hang detector, not a speed limit
+GRACE = 20.0  # seconds for the other ranks once one has failed
+HEAP_BYTES = 96 << 20
+TIMEOUT = timedelta(seconds=40)
+
+# The first optimizer imports torch._dynamo, which takes seconds.
+_PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "torch.distributed", "numpy", "pytest"]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_PRELOAD)
+
+
+# --- inside a rank -------------------------------------------------------------------------------
+
+_communicator = None
+
+
+def communicator():
+    """This rank's communicator over the default group, shared by the cases of a pool."""
+    global _communicator
+    import coconet_ops as co
+
+    if _communicator is None or _communicator.closed:
+        _communicator = co.Communicator(heap_bytes=HEAP_BYTES, timeout=TIMEOUT)
+    return _communicator
+
+
+def resources() -> dict[str, Counter]:
+    """What this process holds: file descriptors, shared mappings, threads."""
+    gc.collect()
+    descriptors = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # listdir's own descriptor
+            target = os.readlink(f"/proc/self/fd/{name}")
+            descriptors[target.split(":")[0] if target.startswith("socket:") else target] += 1
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mappings = Counter(line.split(maxsplit=5)[5] for line in maps if "memfd:" in line)
+    threads = Counter(threads=len(os.listdir("/proc/self/task")))
+    return {"descriptors": descriptors, "mappings": mappings, "threads": threads}
+
+
+def leaked(before: dict[str, Counter]) -> dict[str, dict[str, int]]:
+    """What this process holds now and didn't hold before; {} if nothing."""
+    for _ in range(50):  # a thread that was just joined may linger in /proc
+        now = resources()
+        more = {kind: dict(now[kind] - before[kind]) for kind in now}
+        more = {kind: names for kind, names in more.items() if names}
+        if not more:
+            break
+        time.sleep(0.02)
+    return more
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The value of every rank, over gloo."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def raised(call: Callable[[], Any]) -> tuple[str, str, list[str]]:
+    """Calls and returns the exception's class name, message and the names of its base classes."""
+    try:
+        call()
+    except BaseException as error:
+        bases = [base.__name__ for base in type(error).__mro__]
+        return type(error).__name__, str(error), bases
+    return "nothing", "", []
+
+
+def _serve(rank, world_size, rendezvous, channel, stacks, environment) -> None:
+    with open(stacks, "w") as report:
+        faulthandler.register(signal.SIGUSR1, file=report, all_threads=True)
+        faulthandler.enable(file=report)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the test run is the parent's
+        os.environ.update(environment)
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        while True:
+            try:
+                message = channel.recv_bytes()
+            except EOFError:
+                break
+            try:
+                function, arguments = pickle.loads(message)
+                reply = ("value", function(*arguments))
+            except BaseException as error:
+                reply = ("error", type(error).__name__, traceback.format_exc())
+            channel.send_bytes(pickle.dumps(reply))
+        if _communicator is not None:
+            _communicator.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# --- in the parent -------------------------------------------------------------------------------
+
+
+class RankError(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+class RankHang(AssertionError):
+    """A rank didn't answer; the message shows the stacks of all ranks."""
+
+
+@dataclass
+class Outcome:
+    """What one rank did: returned `value`, raised `error`, or ended with `exitcode`."""
+
+    rank: int
+    value: Any = None
+    error_type: str | None = None
+    error: str | None = None
+    exitcode: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.exitcode is None
+
+    def describe(self) -> str:
+        if self.exitcode is not None:
+            return f"rank {self.rank} ended with exit code {self.exitcode}"
+        if self.error is not None:
+            return f"rank {self.rank} raised:\n{self.error}"
+        return f"rank {self.rank} returned"
+
+
+class Ranks:
+    """`world_size` processes with one gloo group; the i-th has rank i."""
+
+    def __init__(self, world_size: int, environment: dict[str, str] | None = None) -> None:
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="coconet-ranks-")
+        self._channels = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve,
+                args=(
+                    rank,
+                    world_size,
+                    f"{self._folder.name}/rendezvous",
+                    theirs,
+                    self._stack_file(rank),
+                    environment or {},
+                ),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._channels.append(ours)
+            self._processes.append(process)
+
+    def _stack_file(self, rank: int) -> str:
+        return f"{self._folder.name}/stacks-{rank}"
+
+    def start(self, function: Callable, *arguments: Any) -> None:
+        """Begins function(*arguments) on every rank."""
+        message = pickle.dumps((function, arguments))
+        for channel in self._channels:
+            with contextlib.suppress(BrokenPipeError):
+                channel.send_bytes(message)
+
+    def finish(self, without: Iterable[int] = (), patient: bool = True) -> list[Outcome]:
+        """Outcomes by rank, except of ranks in `without`. patient: a failed rank is no reason for
+        the others to hurry."""
+        outcomes = {}
+        pending = set(range(self.world_size)) - set(without)
+        deadline = time.monotonic() + WATCHDOG
+        while pending:
+            handles = {self._channels[rank]: rank for rank in pending}
+            ready = connection.wait(list(handles), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankHang(self._hang_report(outcomes, pending))
+            for handle in ready:
+                rank = handles[handle]
+                outcomes[rank] = self._receive(rank)
+                pending.discard(rank)
+                if not outcomes[rank].ok and not patient:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return [outcomes[rank] for rank in sorted(outcomes)]
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            reply = pickle.loads(self._channels[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(GRACE)
+            return Outcome(rank, exitcode=self._processes[rank].exitcode)
+        if reply[0] == "value":
+            return Outcome(rank, value=reply[1])
+        return Outcome(rank, error_type=reply[1], error=reply[2])
+
+    def _hang_report(self, outcomes: dict[int, Outcome], pending: set[int]) -> str:
+        for rank in pending:
+            self.signal(rank, signal.SIGUSR1)
+        time.sleep(1.0)
+        lines = [f"ranks {sorted(pending)} of {self.world_size} don't answer"]
+        lines += [outcomes[rank].describe() for rank in sorted(outcomes)]
+        for rank in sorted(pending):
+            lines += [f"rank {rank} stands at:", Path(self._stack_file(rank)).read_text()]
+        self.kill()
+        return "\n".join(lines)
+
+    def run(self, function: Callable, *arguments: Any) -> list[Any]:
+        """function(*arguments) on every rank; the values by rank. Raises the first failure."""
+        self.start(function, *arguments)
+        return values(self.finish(patient=False))
+
+    def signal(self, rank: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, number)
+
+    def kill(self) -> None:
+        for rank, process in enumerate(self._processes):
+            if process.is_alive():
+                self.signal(rank, signal.SIGKILL)
+        self._close()
+
+    def close(self) -> list[int]:
+        """Lets the ranks end; returns their exit codes. A rank that stays becomes a failure."""
+        for channel in self._channels:
+            channel.close()
+        deadline = time.monotonic() + WATCHDOG
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self._processes]
+        if None in codes:
+            stuck = {rank for rank, code in enumerate(codes) if code is None}
+            raise RankHang(self._hang_report({}, stuck))
+        self._close()
+        return codes
+
+    def _close(self) -> None:
+        for process in self._processes:
+            process.join(GRACE)
+            process.close()
+        for channel in self._channels:
+            channel.close()
+        self._processes = []
+        self._folder.cleanup()
+
+
+class RankPool:
+    """One set of ranks per world size, rebuilt after a failure."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, Ranks] = {}
+
+    def run(self, world_size: int, function: Callable, *arguments: Any) -> list[Any]:
+        if world_size not in self._ranks:
+            self._ranks[world_size] = Ranks(world_size)
+        try:
+            return self._ranks[world_size].run(function, *arguments)
+        except BaseException:
+            self._ranks.pop(world_size).kill()
+            raise
+
+    def close(self) -> None:
+        while self._ranks:
+            self._ranks.popitem()[1].close()
+
+
+def run_fresh(
+    world_size: int,
+    function: Callable,
+    *arguments: Any,
+    victims: Iterable[int] = (),
+    environment: dict[str, str] | None = None,
+) -> list[Outcome]:
+    """function(*arguments) on new ranks; the outcomes of all but the victims, which are killed at
+    the end. The other ranks must then leave by themselves, and nothing may stay in /dev/shm."""
+    victims = set(victims)
+    shared = set(os.listdir("/dev/shm"))
+    ranks = Ranks(world_size, environment)
+    try:
+        ranks.start(function, *arguments)
+        outcomes = ranks.finish(without=victims)
+        gone = victims | {outcome.rank for outcome in outcomes if outcome.exitcode is not None}
+        for rank in victims:
+            ranks.signal(rank, signal.SIGKILL)
+        codes = ranks.close()
+    except BaseException:
+        ranks.kill()
+        raise
+    left = {rank: code for rank, code in enumerate(codes) if rank not in gone and code != 0}
+    assert not left, f"exit codes of surviving ranks: {left}"
+    files = set(os.listdir("/dev/shm")) - shared
+    assert not files, f"left in /dev/shm: {files}"
+    return outcomes
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """The values by rank; raises if a rank didn't return one."""
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    if failed:
+        raise RankError("\n".join(outcome.describe() for outcome in failed))
+    return [outcome.value for outcome in outcomes]
+
+
+def assert_same_on_all_ranks(results: list[Any]) -> None:
+    """Every rank returned the same (results are digests by case, or plain values)."""
+    for rank, result in enumerate(results):
+        if result == results[0]:
+            continue
+        if isinstance(result, dict):
+            differ = [key for key in results[0] if result.get(key) != results[0][key]]
+            raise AssertionError(f"rank {rank} differs from rank 0 in {differ}")
+        raise AssertionError(f"rank {rank} has {result}, rank 0 {results[0]}")
+
+
+def run_script(world_size: int, source: str, environment: dict[str, str] | None = None):
+    """Runs Python source as `world_size` programs (argv: rank, world size, rendezvous file);
+    returns (exit code, stderr) by rank. Unlike a pool's ranks they end as a user's program ends."""
+    import subprocess
+
+    with tempfile.TemporaryDirectory(prefix="coconet-script-") as folder:
+        programs = [
+            subprocess.Popen(
+                [sys.executable, "-c", source, str(rank), str(world_size), f"{folder}/rendezvous"],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            return [
+                (program.returncode, stderr)
+                for program in programs
+                for _, stderr in [program.communicate(timeout=WATCHDOG)]
+            ]
+        finally:
+            for program in programs:
+                program.kill()
+                program.wait()

@@ -1,0 +1,320 @@
+"""Ranks that call different things: MismatchError on every rank, nothing written, no harm done."""
+
+from __future__ import annotations
+
+import re
+
+import cases
+import pytest
+import torch
+from harness import communicator, raised, run_fresh, values
+from torch import nn
+
+import coconet_ops as co
+from coconet_ops.optim import DistributedFusedAdam
+
+
+class Calls:
+    """One correct call of each kind, which a case changes on one rank."""
+
+    def __init__(self, placement="private"):
+        self.comm = communicator()
+
+        def place(values):
+            return cases.placed(self.comm, values, placement)[0]
+
+        self.x = place(torch.ones(6, 4))
+        self.params = [place(torch.ones(5)), place(torch.ones(3, 3))]
+        self.grads = [place(torch.ones(5)), place(torch.ones(3, 3))]
+        self.state = co.AdamState(self.params, group=self.comm)
+
+    def all_reduce(self, x=None, **options):
+        return co.all_reduce(self.x if x is None else x, group=self.comm, **options)
+
+    def all_reduce_(self, x=None, **options):
+        return co.all_reduce_(self.x if x is None else x, group=self.comm, **options)
+
+    def reduce_scatter(self, x=None, **options):
+        return co.reduce_scatter(self.x if x is None else x, group=self.comm, **options)
+
+    def all_gather(self, x=None, **options):
+        return co.all_gather(self.x if x is None else x, group=self.comm, **options)
+
+    def adam(self, **options):
+        co.rs_adam_ag_(self.params, self.grads, self.state, **{"lr": 0.1, **options})
+
+    def everything(self):
+        return [self.x, *self.params, *self.grads, self.state.exp_avg, self.state.exp_avg_sq]
+
+
+def half(x):
+    return x.half()
+
+
+# name: (call on most ranks, call on the odd rank, what the message says of each)
+CASES = {
+    "op": (
+        lambda c: c.all_reduce(),
+        lambda c: c.reduce_scatter(),
+        ("all_reduce", "reduce_scatter"),
+    ),
+    "op against barrier": (
+        lambda c: c.all_reduce(),
+        lambda c: c.comm.barrier(),
+        ("all_reduce", "barrier"),
+    ),
+    "op against step": (
+        lambda c: c.all_gather(),
+        lambda c: c.adam(),
+        ("all_gather", "rs_adam_ag_"),
+    ),
+    "shape": (
+        lambda c: c.all_reduce(),
+        lambda c: c.all_reduce(torch.ones(6, 5)),
+        (r"6, 4", r"6, 5"),
+    ),
+    "same size, another shape": (
+        lambda c: c.all_reduce_(),
+        lambda c: c.all_reduce_(c.x.view(4, 6)),
+        (r"6, 4", r"4, 6"),
+    ),
+    "number of dimensions": (
+        lambda c: c.all_reduce(),
+        lambda c: c.all_reduce(torch.ones(24)),
+        (r"6, 4", r"24"),
+    ),
+    "dtype": (
+        lambda c: c.all_reduce(),
+        lambda c: c.all_reduce(half(c.x)),
+        ("float32", "float16"),
+    ),
+    "sum and avg": (
+        lambda c: c.all_reduce(),
+        lambda c: c.all_reduce(op="avg"),
+        ("sum", "avg"),
+    ),
+    "in place and out of place": (
+        lambda c: c.all_reduce_(),
+        lambda c: c.all_reduce(),
+        ("True", "False"),
+    ),
+    "dim of reduce_scatter": (
+        lambda c: c.reduce_scatter(dim=0),
+        lambda c: c.reduce_scatter(dim=1),
+        (r"dim\b.*\b0\b", r"dim\b.*\b1\b"),
+    ),
+    "split": (
+        lambda c: c.reduce_scatter(),
+        lambda c: c.reduce_scatter(split="chunk"),
+        ("tensor_split", "chunk"),
+    ),
+    "op of reduce_scatter": (
+        lambda c: c.reduce_scatter(),
+        lambda c: c.reduce_scatter(op="avg"),
+        ("sum", "avg"),
+    ),
+    "dim of all_gather": (
+        lambda c: c.all_gather(dim=0),
+        lambda c: c.all_gather(dim=1),
+        (r"dim\b.*\b0\b", r"dim\b.*\b1\b"),
+    ),
+    "other dimensions of all_gather": (
+        lambda c: c.all_gather(),
+        lambda c: c.all_gather(torch.ones(6, 3)),
+        (r"\b4\b", r"\b3\b"),
+    ),
+    "dtype of all_gather": (
+        lambda c: c.all_gather(c.x.long()),
+        lambda c: c.all_gather(c.x.double()),
+        ("int64", "float64"),
+    ),
+    "dtype of all_gather that has no short name": (
+        lambda c: c.all_gather(c.x.to(torch.float8_e4m3fn)),
+        lambda c: c.all_gather(c.x.to(torch.float8_e5m2)),
+        ("float8_e4m3fn", "float8_e5m2"),
+    ),
+    "size of all_gather": (
+        lambda c: c.all_gather(size=6 * c.comm.world_size),
+        lambda c: c.all_gather(),
+        (r"\d+", r"\d+"),
+    ),
+    "lr": (lambda c: c.adam(), lambda c: c.adam(lr=0.2), (r"0\.1", r"0\.2")),
+    "betas": (
+        lambda c: c.adam(betas=(0.5, 0.9)),
+        lambda c: c.adam(betas=(0.5, 0.8)),
+        (r"beta2.*0\.9", r"beta2.*0\.8"),
+    ),
+    "eps": (lambda c: c.adam(), lambda c: c.adam(eps=0.25), ("eps", r"0\.25")),
+    "weight_decay": (
+        lambda c: c.adam(),
+        lambda c: c.adam(weight_decay=0.25),
+        ("weight_decay", r"0\.25"),
+    ),
+    "adam_w_mode": (lambda c: c.adam(), lambda c: c.adam(adam_w_mode=False), ("True", "False")),
+    "bias_correction": (
+        lambda c: c.adam(),
+        lambda c: c.adam(bias_correction=False),
+        ("True", "False"),
+    ),
+    "average_grads": (
+        lambda c: c.adam(),
+        lambda c: c.adam(average_grads=False),
+        ("True", "False"),
+    ),
+    "size of a heap tensor": (
+        lambda c: c.comm.empty(1000),
+        lambda c: c.comm.empty(2000),
+        ("4000|1000", "8000|2000"),
+    ),
+    "number of parameters": (
+        lambda c: co.AdamState([torch.ones(3)], group=c.comm),
+        lambda c: co.AdamState([torch.ones(3), torch.ones(3)], group=c.comm),
+        (r"\b1\b", r"\b2\b"),
+    ),
+    "sizes of parameters": (
+        lambda c: co.AdamState([torch.ones(3), torch.ones(40)], group=c.comm),
+        lambda c: co.AdamState([torch.ones(3), torch.ones(41)], group=c.comm),
+        (r"\b40\b", r"\b41\b"),
+    ),
+    "dtype of parameters": (
+        lambda c: co.AdamState([torch.ones(3)], group=c.comm),
+        lambda c: co.AdamState([half(torch.ones(3))], group=c.comm),
+        ("float32", "float16"),
+    ),
+    "number of the optimizer's parameters": (
+        lambda c: optimizer([3, 4]),
+        lambda c: optimizer([3, 4, 5]),
+        (r"\b2\b", r"\b3\b"),
+    ),
+    "shape of the optimizer's parameters": (
+        lambda c: optimizer([3, 4]),
+        lambda c: optimizer([3, 5]),
+        (r"\b4\b", r"\b5\b"),
+    ),
+}
+
+
+def optimizer(sizes):
+    return DistributedFusedAdam([nn.Parameter(torch.ones(size)) for size in sizes], lr=0.1)
+
+
+def disagree(case, placement, odd):
+    usual, unusual, _ = CASES[case]
+    calls = Calls(placement)
+    before = [cases.bits(x) for x in calls.everything()]
+    call = unusual if calls.comm.rank == odd else usual
+    name, message, bases = raised(lambda: call(calls))
+    assert [cases.bits(x) for x in calls.everything()] == before, "something was written"
+    # The communicator goes on working.
+    world = calls.comm.world_size
+    assert not calls.comm.closed
+    assert torch.equal(calls.all_reduce(), torch.full((6, 4), float(world)))
+    calls.adam()
+    expected = torch.full((5,), 0.9)
+    cases.assert_close(calls.params[0], expected, cases.OPTIMIZER_TOLERANCE, "after the mismatch")
+    return name, message, bases
+
+
+@pytest.mark.parametrize("placement", ["private", "heap"])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_disagree_are_told_who_has_what(pool, case, placement):
+    for world_size, odd in ((2, 1), (3, 0)):
+        results = pool.run(world_size, disagree, case, placement, odd)
+        others = [rank for rank in range(world_size) if rank != odd]
+        _, _, (usual, unusual) = CASES[case]
+        for name, message, bases in results:
+            assert name == "MismatchError" and "CommunicatorError" in bases, (name, message)
+            assert re.search(usual, message) and re.search(unusual, message), message
+            assert re.search(rf"\brank {odd}\b", message), message
+            for rank in others:
+                assert re.search(rf"\branks? [\d, ]*\b{rank}\b", message), message
+        assert len({message for _, message, _ in results}) == 1, "ranks say different things"
+
+
+def lists_disagree(changed, placement):
+    """The ranks' lists of gradients or parameters differ in one tensor."""
+    comm = communicator()
+    shapes = [(5,), (3, 3), (130,)]
+    params = [cases.placed(comm, torch.ones(shape), placement)[0] for shape in shapes]
+    grads = [cases.placed(comm, torch.ones(shape), placement)[0] for shape in shapes]
+    state = co.AdamState(params, group=comm)
+    if comm.rank == 1:
+        changed(params, grads)
+    before = [cases.bits(p) for p in params]
+    name, message, bases = raised(lambda: co.rs_adam_ag_(params, grads, state, lr=0.1))
+    assert [cases.bits(p) for p in params] == before
+    assert (co.all_reduce(torch.ones(4), group=comm) == comm.world_size).all()
+    return name, message
+
+
+def fewer(params, grads):
+    params.pop()
+    grads.pop()
+
+
+def another_size(params, grads):
+    params[1], grads[1] = torch.ones(3, 4), torch.ones(3, 4)
+
+
+def another_dtype(params, grads):
+    params[:] = [p.bfloat16() for p in params]
+    grads[:] = [grad.bfloat16() for grad in grads]
+
+
+@pytest.mark.parametrize("changed", [fewer, another_size, another_dtype])
+@pytest.mark.parametrize("placement", ["private", "heap"])
+def test_lists_that_do_not_match_the_state_or_the_peers(run_few, changed, placement):
+    results = run_few(lists_disagree, changed, placement)
+    assert results[1][0] in ("TypeError", "ValueError"), results[1]
+    for rank, (name, message) in enumerate(results):
+        if rank != 1:
+            assert name == "MismatchError" and "rank 1" in message, (name, message)
+
+
+def stepwise(placement):
+    """Ranks that disagree in every second call, many times over: nothing gets out of step."""
+    calls = Calls(placement)
+    world = calls.comm.world_size
+    for step in range(40):
+        odd = calls.comm.rank == step % world
+        with pytest.raises(co.MismatchError):
+            calls.all_reduce(op="avg" if odd else "sum")
+        value = float(step + calls.comm.rank)
+        x = calls.all_reduce(torch.full((50 * step,), value))
+        assert (x == step * world + world * (world - 1) / 2).all(), step
+        with pytest.raises(co.MismatchError if not odd else TypeError):
+            calls.all_reduce(torch.ones(4, dtype=torch.int32) if odd else torch.ones(4))
+        if step % 3 == 0:
+            heap = calls.comm.empty(100 + step).fill_(value)
+            x = calls.all_reduce(heap)
+            assert (x == step * world + world * (world - 1) / 2).all(), step
+
+
+@pytest.mark.parametrize("placement", ["private", "heap"])
+def test_any_number_of_disagreements_does_no_harm(run, world_size, placement):
+    if world_size > 1:
+        run(stepwise, placement)
+
+
+def unchecked():
+    comm = communicator()
+    digests = []
+    for placement in cases.PLACEMENTS:
+        x, _ = cases.placed(comm, torch.full((1000,), float(comm.rank)), placement)
+        total = comm.world_size * (comm.world_size - 1) / 2
+        assert (co.all_reduce(x, group=comm) == total).all()
+        assert (co.reduce_scatter(x, group=comm) == total).all()
+        assert len(co.all_gather(x[: comm.rank], group=comm)) == total
+        calls = Calls(placement)
+        calls.adam()
+        digests.append(cases.digest(calls.params[1]))
+    # One rank's bad input still reaches all.
+    bad = torch.ones(3, dtype=torch.int32 if comm.rank == 1 else torch.float32)
+    name, message, _ = raised(lambda: co.all_reduce(bad, group=comm))
+    assert name == ("TypeError" if comm.rank == 1 else "MismatchError"), (name, message)
+    return digests
+
+
+def test_correct_calls_work_without_checks():
+    results = values(run_fresh(3, unchecked, environment={"COCONET_CHECK": "0"}))
+    assert len({digest for digests in results for digest in digests}) == 1

@@ -1,0 +1,325 @@
+"""rs_adam_ag_: reduce the gradients, step Adam on the own slice, spread the new parameters."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from cases import DTYPES, OPTIMIZER_TOLERANCE, PLACEMENTS, TOLERANCE, Adam64
+from harness import assert_same_on_all_ranks, communicator, gather_objects
+
+import coconet_ops as co
+
+STEPS = 25
+SHAPES = ((3, 5, 7), (), (0,), (1134,), (129, 3), (1,), (1023, 7), (64,), (2, 3, 4, 5))
+
+HYPERPARAMETERS = {
+    "adamw": {"lr": 1e-2, "weight_decay": 0.1},
+    "adam with L2": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False},
+    "no decay": {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6},
+    "adamw, no bias correction": {"lr": 1e-2, "weight_decay": 0.1, "bias_correction": False},
+    "adam, no bias correction": {
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "bias_correction": False,
+        "adam_w_mode": False,
+    },
+    "sum of gradients": {"lr": 1e-2, "average_grads": False},
+    "large eps": {"lr": 1e-1, "eps": 1.0, "betas": (0.0, 0.5)},
+}
+
+
+class Run:
+    """Parameters, gradients and state on this rank, with the oracle beside them."""
+
+    def __init__(self, dtype, placement, layout="contiguous", shapes=SHAPES, **hyper):
+        self.comm = communicator()
+        self.dtype, self.shapes, self.hyper = dtype, shapes, hyper
+        start = [cases.normals(shape, dtype, 0, seed) for seed, shape in enumerate(shapes)]
+
+        def place(values):
+            fits = layout in cases.layouts(values.shape)
+            return cases.placed(self.comm, values, placement, layout if fits else "contiguous")
+
+        self.params, self.buffers = zip(*map(place, start), strict=True)
+        self.grads, self.grad_buffers = zip(*map(place, start), strict=True)
+        self.state = co.AdamState(self.params, group=self.comm)
+        flags = {key: hyper.get(key, True) for key in ("adam_w_mode", "bias_correction")}
+        self.oracle = Adam64(start, **flags)
+        self.count = 0
+
+    def step(self, absent=lambda rank, index: False, **changes):
+        """One step; absent(rank, index): that gradient is None on that rank."""
+        world = self.comm.world_size
+        hyper = {**self.hyper, **changes}
+        self.count += 1
+        grads, averages = [], []
+        for index, shape in enumerate(self.shapes):
+            seed = 100 * self.count + index
+            present = [rank for rank in range(world) if not absent(rank, index)]
+            by_rank = {rank: cases.gradient(shape, self.dtype, rank, seed) for rank in present}
+            own = by_rank.get(self.comm.rank)
+            grads.append(None if own is None else self.grads[index].copy_(own))
+            total = cases.reduced(list(by_rank.values())) if present else None
+            if total is not None and hyper.get("average_grads", True):
+                total = total / world
+            averages.append(total)
+        names = ("lr", "betas", "eps", "weight_decay")
+        self.oracle.step(averages, **{key: hyper[key] for key in names if key in hyper})
+        result = co.rs_adam_ag_(self.params, grads, self.state, group=self.comm, **hyper)
+        assert result is None
+
+    def check(self):
+        # A low-precision parameter is its fp32 master, rounded once.
+        tolerance = {
+            key: OPTIMIZER_TOLERANCE[key]
+            + (TOLERANCE[self.dtype][key] if self.dtype != torch.float32 else 0)
+            for key in ("rtol", "atol")
+        }
+        for index, (p, expected) in enumerate(zip(self.params, self.oracle.params, strict=True)):
+            cases.assert_close(p, expected, tolerance, f"parameter {index} after {self.count}")
+
+    def digest(self):
+        return [cases.digest(p) for p in self.params]
+
+
+def against_torch_optim(dtype, placement, hyper):
+    run = Run(dtype, placement, **hyper)
+    digests = []
+    for _ in range(STEPS):
+        run.step()
+        run.check()
+        digests.append(run.digest())
+    assert [int(step) for step in run.state.steps] == [STEPS] * len(SHAPES)
+    return digests
+
+
+@pytest.mark.parametrize("hyper", HYPERPARAMETERS.values(), ids=HYPERPARAMETERS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_fp32_follows_torch_optim_in_float64(run, placement, hyper):
+    assert_same_on_all_ranks(run(against_torch_optim, torch.float32, placement, hyper))
+
+
+@pytest.mark.parametrize("hyper", HYPERPARAMETERS.values(), ids=HYPERPARAMETERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=cases.name)
+def test_half_precision_follows_torch_optim_in_float64(run, dtype, hyper):
+    assert_same_on_all_ranks(run(against_torch_optim, dtype, "heap", hyper))
+
+
+def bits_by_placement(dtype):
+    digests = []
+    for placement, layout in (
+        *((placement, "contiguous") for placement in PLACEMENTS),
+        *(("private", layout) for layout in cases.LAYOUTS),
+        *(("heap", layout) for layout in cases.LAYOUTS),
+        ("heap", "contiguous"),
+    ):
+        run = Run(dtype, placement, layout, lr=1e-2, weight_decay=0.1)
+        for _ in range(5):
+            run.step()
+        run.check()
+        digests.append(run.digest())
+    assert all(digest == digests[0] for digest in digests), digests
+    return digests
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
+def test_bits_do_not_depend_on_rank_run_placement_or_layout(run, dtype):
+    assert_same_on_all_ranks(run(bits_by_placement, dtype))
+
+
+def beside_the_tensors(dtype, placement, layout):
+    run = Run(dtype, placement, layout, lr=1e-2)
+    before = [buffer.clone() for buffer in run.buffers]
+    run.step()
+    for old, p, buffer in zip(before, run.params, run.buffers, strict=True):
+        # With the new values in the old surroundings, nothing may differ.
+        torch.as_strided(old, p.shape, p.stride(), p.storage_offset()).copy_(p)
+        assert cases.bits(old) == cases.bits(buffer)
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("placement", ["private", "heap"])
+def test_nothing_beside_the_parameters_is_written(run_few, placement, layout):
+    run_few(beside_the_tensors, torch.float32, placement, layout)
+
+
+def gradients_stay(placement):
+    run = Run(torch.float32, placement, lr=1e-2)
+    run.step()
+    for index, grad in enumerate(run.grads):
+        own = cases.gradient(run.shapes[index], run.dtype, run.comm.rank, 100 * run.count + index)
+        assert torch.equal(grad, own), index
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_gradients_are_not_changed(run_few, placement):
+    run_few(gradients_stay, placement)
+
+
+def masters(dtype, placement):
+    run = Run(dtype, placement, lr=1e-2, weight_decay=0.1)
+    for _ in range(STEPS):
+        run.step()
+    slices = gather_objects(run.state.master.clone())
+    assert all(part.dtype == torch.float32 and part.dim() == 1 for part in slices)
+    flat = torch.cat(slices)
+    expected = cases.flat_list(run.oracle.params, len(flat))
+    real = ~expected.isnan()
+    cases.assert_close(flat[real], expected[real], OPTIMIZER_TOLERANCE, "masters")
+    params = cases.flat_list(run.params, len(flat))
+    cases.assert_exact(params[real], flat.to(dtype)[real], "parameter is the rounded master")
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=cases.name)
+def test_masters_follow_float64_and_parameters_are_rounded_masters(run, dtype, placement):
+    run(masters, dtype, placement)
+
+
+def missing_on_some(dtype, placement):
+    run = Run(dtype, placement, lr=1e-2, weight_decay=0.1)
+    world = run.comm.world_size
+    for step in range(STEPS):
+        # Some rank has a gradient of every parameter, so absence counts as zero.
+        run.step(lambda rank, index, step=step: world > 1 and (step + index + rank) % world == 0)
+        run.check()
+    return run.digest()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
+def test_gradient_missing_on_some_ranks_counts_as_zero(run, dtype, placement):
+    assert_same_on_all_ranks(run(missing_on_some, dtype, placement))
+
+
+def missing_on_all(dtype, placement):
+    run = Run(dtype, placement, lr=1e-2, weight_decay=0.1)
+    expected = [0] * len(SHAPES)
+    for step in range(STEPS):
+        before = run.digest()
+
+        def skipped(rank, index, step=step):
+            return (index + step) % 3 == 0
+
+        run.step(skipped)
+        run.check()
+        for index, (old, new) in enumerate(zip(before, run.digest(), strict=True)):
+            if skipped(0, index):
+                assert old == new, f"parameter {index} without gradient changed"
+            else:
+                expected[index] += 1
+    assert [int(count) for count in run.state.steps] == expected
+    before = run.digest()
+    run.step(lambda rank, index: True)
+    assert run.digest() == before
+    assert [int(count) for count in run.state.steps] == expected
+
+
+@pytest.mark.parametrize("placement", ["private", "heap"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
+def test_parameter_without_any_gradient_is_left_alone(run_few, dtype, placement):
+    run_few(missing_on_all, dtype, placement)
+
+
+def changing_hyperparameters():
+    run = Run(torch.float32, "heap", lr=0.0)
+    for step in range(STEPS):
+        run.step(lr=1e-2 / (step + 1), betas=(0.9, 0.99 + step / 10000), weight_decay=step / 100)
+        run.check()
+
+
+def test_hyperparameters_may_change_from_step_to_step(run_few):
+    run_few(changing_hyperparameters)
+
+
+def zero_learning_rate(dtype):
+    run = Run(dtype, "heap", lr=0.0)
+    before = run.digest()
+    for _ in range(3):
+        run.step()
+    assert run.digest() == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
+def test_zero_learning_rate_keeps_every_bit(run_few, dtype):
+    run_few(zero_learning_rate, dtype)
+
+
+def large(dtype, placement):
+    shapes = ((cases.LARGER_THAN_STAGING // 3,), (1000, 701), (7,))
+    run = Run(dtype, placement, shapes=shapes, lr=1e-2, weight_decay=0.1)
+    for _ in range(3):
+        run.step()
+    run.check()
+    return run.digest()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
+def test_tensors_larger_than_the_staging_chunks(run_few, dtype, placement):
+    assert_same_on_all_ranks(run_few(large, dtype, placement))
+
+
+def state_size(dtype):
+    run = Run(dtype, "heap", shapes=((100_000,), (333, 333), (5,)), lr=1e-2)
+    run.step()
+    state = run.state
+    parts = [state.exp_avg, state.exp_avg_sq]
+    if dtype != torch.float32:
+        parts.append(state.master)
+    for part in parts:
+        assert part.dtype == torch.float32 and part.dim() == 1
+        assert part.untyped_storage().nbytes() == part.nbytes
+    return [part.numel() for part in parts], sum(p.numel() for p in run.params)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
+def test_state_exists_for_the_own_slice_only(run, world_size, dtype):
+    for sizes, numel in run(state_size, dtype):
+        for size in sizes:
+            assert size <= numel / world_size + 256, "more than one rank's share"
+    assert sum(sizes[0] for sizes, _ in run(state_size, dtype)) >= numel
+
+
+def many_tensors():
+    shapes = [(index % 97,) for index in range(500)]
+    run = Run(torch.float32, "private", shapes=shapes, lr=1e-2)
+    for _ in range(3):
+        run.step()
+        run.check()
+    return run.digest()
+
+
+def test_hundreds_of_small_tensors(run_few):
+    assert_same_on_all_ranks(run_few(many_tensors))
+
+
+def two_states():
+    first, second = (Run(torch.float32, "heap", lr=lr) for lr in (1e-2, 1e-3))
+    for _ in range(5):
+        first.step()
+        second.step(weight_decay=0.1)
+    first.check()
+    second.check()
+
+
+def test_states_are_independent(run_few):
+    run_few(two_states)
+
+
+def infinite_gradients(dtype, placement):
+    run = Run(dtype, placement, shapes=((200,),), lr=1e-2)
+    run.grads[0].fill_(1)
+    if run.comm.rank == 0:
+        run.grads[0][3] = float("inf")
+        run.grads[0][150] = float("nan")
+    co.rs_adam_ag_(run.params, run.grads, run.state, lr=1e-2, group=run.comm)
+    bad = ~run.params[0].isfinite()
+    assert bad.nonzero().flatten().tolist() == [3, 150]
+
+
+@pytest.mark.parametrize("placement", ["private", "heap"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
+def test_infinite_gradients_spoil_their_own_elements_only(run_few, dtype, placement):
+    run_few(infinite_gradients, dtype, placement)
