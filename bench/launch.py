@@ -31,11 +31,11 @@ def launch(body: Callable[[T], None], settings: T, ranks: int) -> int:
 
 
 def _join_torchrun(body: Callable[[T], None], settings: T) -> int:
-    _prepare(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+    torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", timeout=TIMEOUT)
         body(settings)
-        dist.destroy_process_group()
+        _leave()
     except BenchError as error:
         return _complain(str(error))
     except KeyboardInterrupt:
@@ -81,18 +81,17 @@ def _rank_main(rank: int, ranks: int, port: int, body: Callable[[T], None], sett
     # the parent cleans up after Ctrl-C; a rank deep in a wait must not outlive it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    _prepare(rank)
+    torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     body(settings)
+    _leave()
+
+
+def _leave() -> None:
+    # gloo's thread must drop the last Python tensor before the interpreter ends, or it aborts
+    dist.barrier()
     dist.destroy_process_group()
-
-
-def _prepare(local_rank: int) -> None:
-    """One core and one thread per rank; gloo's threads inherit the core."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
-    torch.set_num_threads(1)
 
 
 def _reason(error: mp.ProcessRaisedException) -> str:

@@ -61,16 +61,29 @@ class CopyLimit:
         return 2 * self.copied
 
 
-class Probe:
-    """Round trip of a flag between ranks 0 and 1 in ns; 0 where two ranks have no core each."""
+class Cores:
+    """Which core each rank runs on, and how far apart those of ranks 0 and 1 are."""
 
     def __init__(self, comm: co.Communicator) -> None:
-        cores: list[set[int]] = [set()] * comm.world_size
-        dist.all_gather_object(cores, os.sched_getaffinity(0))
         self._comm = comm
-        self.oversubscribed = len(set().union(*cores)) < comm.world_size
+        self._all = os.sched_getaffinity(0)
+        local_rank = int(os.environ.get("LOCAL_RANK", comm.rank))
+        self._own = {sorted(self._all)[local_rank % len(self._all)]}
+        used: list[set[int]] = [set()] * comm.world_size
+        dist.all_gather_object(used, self._own)
+        self.oversubscribed = len(set().union(*used)) < comm.world_size
+        self._pinned: bool | None = None
+        self.pin()
 
-    def __call__(self) -> float:
+    def pin(self, pinned: bool = True) -> None:
+        """Keep all threads of this process on its core, or let them go to any."""
+        if pinned != self._pinned:
+            self._pinned = pinned
+            for thread in os.listdir("/proc/self/task"):
+                os.sched_setaffinity(int(thread), self._own if pinned else self._all)
+
+    def ping(self) -> float:
+        """Round trip of a flag in ns; 0 where ranks 0 and 1 have no core each. Collective."""
         if self._comm.world_size == 1 or self.oversubscribed:
             return 0.0
         return self._comm._ping(PING_ROUNDS)

@@ -62,6 +62,7 @@ class Candidate:
     result: Callable[[], Sequence[Tensor]]
     reset: Callable[[], None] = lambda: None
     peer: str = ""  # empty: coconet itself
+    pinned: bool = True  # to the rank's core; else its threads may go to any
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ PEER_COLORS = ("#d1495b", "#edae49", "#9b5de5", "#7f5539", "#6c757d")
 def draw(rows: list[Row], moved_per_second: float, path: Path) -> None:
     """Write the plot; the dashed line is the floor at the copy limit."""
     panels = [
-        (f"{op} {layout if unit == 'parameters' else ''} {dtype}", list(group))
+        (f"{op} {dtype}" + (f" {layout}" if unit == "parameters" else ""), list(group))
         for (op, layout, dtype, unit), group in groupby(
             rows, key=lambda row: (row.op, row.layout, row.dtype, row.unit)
         )
@@ -54,8 +54,7 @@ def draw(rows: list[Row], moved_per_second: float, path: Path) -> None:
 
 def _panel(axis: Axes, title: str, rows: list[Row], moved_per_second: float) -> None:
     own, peers = iter(OWN_COLORS), iter(PEER_COLORS)
-    for name in dict.fromkeys(row.candidate for row in rows):
-        points = [row for row in rows if row.candidate == name]
+    for name, points in _lines(rows).items():
         peer = bool(points[0].peer)
         axis.plot(
             [row.size for row in points],
@@ -63,7 +62,18 @@ def _panel(axis: Axes, title: str, rows: list[Row], moved_per_second: float) -> 
             marker="s" if peer else "o",
             markersize=4,
             color=next(peers if peer else own),
-            label=name,
+            label=f"{name}, best configuration" if peer else name,
+        )
+    for row in _winners(rows):
+        ratio = min(interval.median for interval in row.speedup.values())
+        axis.annotate(
+            f"{ratio:.1f}×",
+            (row.size, row.time),
+            xytext=(0, -12),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color=OWN_COLORS[0],
         )
     floor = {row.size: row.moved_bytes / moved_per_second for row in rows if row.moved_bytes}
     if floor:
@@ -73,5 +83,24 @@ def _panel(axis: Axes, title: str, rows: list[Row], moved_per_second: float) -> 
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_size(size)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: format_time(seconds)))
+    axis.margins(x=0.1, y=0.15)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
+
+
+def _lines(rows: list[Row]) -> dict[str, list[Row]]:
+    """Each candidate of coconet, but only the fastest configuration of each peer."""
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        if not row.peer or row.baseline:
+            lines.setdefault(row.peer or row.candidate, []).append(row)
+    return lines
+
+
+def _winners(rows: list[Row]) -> list[Row]:
+    """coconet's fastest candidate at each size, where there is a baseline."""
+    best: dict[int, Row] = {}
+    for row in rows:
+        if row.speedup:
+            best[row.size] = min(best.get(row.size, row), row, key=lambda row: row.time)
+    return list(best.values())

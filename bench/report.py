@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import sys
@@ -13,7 +14,7 @@ from types import TracebackType
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import coconet_ops as co
@@ -23,7 +24,8 @@ from .model import Case, Problem
 from .timing import Interval, median_interval
 from .units import format_size, format_time
 
-PLAIN_WIDTH = 132  # of the table where the output is no terminal
+PLAIN_WIDTH = 140  # of the table where the output is no terminal
+BUSY = 1.0  # load average before the run that makes its times doubtful
 
 
 @dataclass(frozen=True)
@@ -78,22 +80,22 @@ class Row:
 class Reporter:
     """Shows progress and results on rank 0; silent on the others."""
 
-    def __init__(self, comm: co.Communicator, problems: int, repetitions: int) -> None:
+    def __init__(self, comm: co.Communicator, problems: int) -> None:
         self._rows: list[Row] = []
         self._comm = comm
-        self._repetitions = repetitions
         width = None if sys.stdout.isatty() else PLAIN_WIDTH
         self._console = Console(quiet=comm.rank != 0, width=width)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TaskProgressColumn(),
             TimeElapsedColumn(),
             console=self._console,
             disable=comm.rank != 0,
             transient=True,
         )
         self._task = self._progress.add_task("copy limit", total=problems)
+        self._load = os.getloadavg()[0]  # of the last minute, so mostly not ours
 
     def __enter__(self) -> Reporter:
         self._progress.start()
@@ -113,12 +115,10 @@ class Reporter:
         self._number = number
         self._progress.update(self._task, description=f"{self._title}: check")
 
-    def step(self, repetition: int) -> None:
-        """A repetition begins."""
+    def step(self, share: float) -> None:
+        """So much of the row's repetitions or time is used up."""
         self._progress.update(
-            self._task,
-            description=f"{self._title}: repetition {repetition + 1}",
-            completed=self._number + repetition / self._repetitions,
+            self._task, description=self._title, completed=self._number + min(share, 1.0)
         )
 
     def add(self, rows: list[Row]) -> None:
@@ -140,10 +140,12 @@ class Reporter:
         )
         if oversubscribed:
             self._console.print("ranks share cores: times include waiting for the scheduler")
+        if self._load > BUSY:
+            self._console.print(f"the machine was busy before this run (load {self._load:.1f})")
         json_path, plot_path = Path(str(settings["json"])), Path(str(settings["plot"]))
         record = {
             "settings": settings,
-            "machine": _machine(),
+            "machine": _machine() | {"load_before": self._load},
             "world_size": self._comm.world_size,
             "oversubscribed": oversubscribed,
             "copy_limit": {
@@ -174,7 +176,7 @@ def _table(rows: list[Row], limit: CopyLimit) -> Table:
     optimizer = first.unit == "parameters"
     table = Table(title=f"{first.op} {first.dtype}, {first.world} ranks", title_justify="left")
     table.add_column("parameters" if optimizer else "bytes", justify="right")
-    table.add_column("candidate")
+    table.add_column("candidate", no_wrap=True)
     for heading in ("time", "first call", *_rates(optimizer), "copy limit"):
         table.add_column(heading, justify="right")
     for peer in peers:
@@ -189,7 +191,7 @@ def _table(rows: list[Row], limit: CopyLimit) -> Table:
                 row.candidate,
                 format_time(row.time),
                 format_time(statistics.median(row.first_call)),
-                *(f"{rate:.3g}" for rate in rates),
+                *(_rate(rate) for rate in rates),
                 f"{row.moved / limit.moved:.0%}" if row.moved_bytes else "",
                 *(_speedup(row, peer) for peer in peers),
                 row.placement if number == 0 else "",
@@ -201,6 +203,10 @@ def _table(rows: list[Row], limit: CopyLimit) -> Table:
 
 def _rates(optimizer: bool) -> tuple[str, str]:
     return ("Mparam/s", "moved GB/s") if optimizer else ("algbw GB/s", "busbw GB/s")
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
 
 
 def _speedup(row: Row, peer: str) -> str:

@@ -12,7 +12,7 @@ import coconet_ops as co
 
 from . import cases, peers
 from .check import check
-from .limits import CopyLimit, Probe
+from .limits import CopyLimit, Cores
 from .model import Buffers, Candidate, Case, Problem
 from .report import Reporter, Row
 from .timing import Effort, Samples, best_of_peers, measure
@@ -36,17 +36,17 @@ class Settings:
 def run(settings: Settings) -> None:
     """The whole benchmark; collective over the default process group."""
     with co.Communicator() as comm:
-        probe, limit, buffers = Probe(comm), CopyLimit(comm), Buffers(comm)
+        cores, limit, buffers = Cores(comm), CopyLimit(comm), Buffers(comm)
         problems = list(_problems(settings, comm))
-        with Reporter(comm, len(problems), settings.effort.repetitions) as reporter:
+        with Reporter(comm, len(problems)) as reporter:
             for number, (case, problem) in enumerate(problems):
                 if number in (0, len(problems) // 2):
                     limit.sample()
                 reporter.start(case, problem, number)
-                reporter.add(_measure(case, problem, settings, buffers, probe, reporter))
+                reporter.add(_measure(case, problem, settings, buffers, cores, reporter))
                 gc.collect()  # candidates hold heap tensors in closures; the next row reuses them
             limit.sample()
-            reporter.finish(limit, probe.oversubscribed, asdict(settings))
+            reporter.finish(limit, cores.oversubscribed, asdict(settings))
 
 
 def _problems(settings: Settings, comm: co.Communicator) -> Iterator[tuple[Case, Problem]]:
@@ -66,7 +66,7 @@ def _measure(
     problem: Problem,
     settings: Settings,
     buffers: Buffers,
-    probe: Probe,
+    cores: Cores,
     reporter: Reporter,
 ) -> list[Row]:
     found = peers.find()
@@ -77,7 +77,7 @@ def _measure(
         expected = case.expected(problem)
         for candidate in candidates:
             check(problem, candidate, expected, case.checked_calls)
-    samples = measure(candidates, problem.comm, settings.effort, probe, reporter.step)
+    samples = measure(candidates, problem.comm, settings.effort, cores, reporter.step)
     return _rows(case, problem, candidates, samples)
 
 

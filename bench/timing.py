@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import coconet_ops as co
 
-from .limits import Probe
+from .limits import Cores
 from .model import Candidate
 
 MIN_REPETITIONS = 9  # the fewest whose second-smallest and second-largest bound the median at 95 %
@@ -82,26 +82,27 @@ def measure(
     candidates: Sequence[Candidate],
     comm: co.Communicator,
     effort: Effort,
-    probe: Probe,
-    progress: Callable[[int], None],
+    cores: Cores,
+    progress: Callable[[float], None],
 ) -> Samples:
     """Repeat until every ratio's interval is narrow or a limit is reached; collective."""
-    samples = Samples(calls=_calls_per_sample(candidates, comm, effort))
+    samples = Samples(calls=_calls_per_sample(candidates, comm, cores, effort))
     for candidate in candidates:
         samples.seconds[candidate.name] = []
         samples.first[candidate.name] = []
-    samples.ping_ns.append(probe())
+    cores.pin()
+    samples.ping_ns.append(cores.ping())
 
     start = time.perf_counter()
     for repetition in range(effort.repetitions):
-        progress(repetition)
         turn = repetition % len(candidates)
         own: dict[str, tuple[float, float]] = {}
         for candidate in [*candidates[turn:], *candidates[:turn]]:
-            own[candidate.name] = _sample(candidate, comm, samples.calls)
+            own[candidate.name] = _sample(candidate, comm, cores, samples.calls)
+        cores.pin()
         numbers = [x for candidate in candidates for x in own[candidate.name]]
         elapsed = time.perf_counter() - start
-        *slowest, elapsed, ping_ns = _slowest_rank([*numbers, elapsed, probe()])
+        *slowest, elapsed, ping_ns = _slowest_rank([*numbers, elapsed, cores.ping()])
         for candidate, first, total in zip(candidates, slowest[::2], slowest[1::2], strict=True):
             samples.first[candidate.name].append(first)
             samples.seconds[candidate.name].append(total / samples.calls)
@@ -111,11 +112,15 @@ def measure(
             break
         if elapsed > effort.seconds:
             break
+        progress(max((repetition + 1) / effort.repetitions, elapsed / effort.seconds))
     return samples
 
 
-def _sample(candidate: Candidate, comm: co.Communicator, calls: int) -> tuple[float, float]:
+def _sample(
+    candidate: Candidate, comm: co.Communicator, cores: Cores, calls: int
+) -> tuple[float, float]:
     """Seconds of the first call and of all calls, on this rank."""
+    cores.pin(candidate.pinned)
     candidate.load()
     comm.barrier()
     start = time.perf_counter()
@@ -127,12 +132,12 @@ def _sample(candidate: Candidate, comm: co.Communicator, calls: int) -> tuple[fl
 
 
 def _calls_per_sample(
-    candidates: Sequence[Candidate], comm: co.Communicator, effort: Effort
+    candidates: Sequence[Candidate], comm: co.Communicator, cores: Cores, effort: Effort
 ) -> int:
     slowest = 0.0
     for candidate in candidates:
         for _ in range(effort.warmup):
-            first, _ = _sample(candidate, comm, 1)
+            first, _ = _sample(candidate, comm, cores, 1)
         if effort.warmup:
             slowest = max(slowest, first)
     (slowest,) = _slowest_rank([slowest])

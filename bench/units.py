@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import re
 
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)B?", re.IGNORECASE)
+_FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:
     """4096, 4K, 16M, 1G: powers of 1024, as in nccl-tests."""
-    number = text.strip().upper().removesuffix("B").removesuffix("I")
-    suffix = number[-1:] if number[-1:] in ("K", "M", "G") else ""
-    try:
-        size = float(number.removesuffix(suffix)) * 1024 ** _POWERS[suffix]
-    except ValueError:
-        size = 0
+    match = _SIZE.fullmatch(text)
+    size = float(match[1]) * _FACTORS[match[2].upper()] if match else 0
     if size < 1 or size != int(size):
         raise argparse.ArgumentTypeError(f"'{text}' is no size: write 4096, 4K, 16M or 1G")
     return int(size)

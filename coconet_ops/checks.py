@@ -52,6 +52,15 @@ def check_tensor(
         )
 
 
+def check_writable(op: str, name: str, x: torch.Tensor) -> None:
+    """For tensors that are written in place."""
+    if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(
+            f"{op}: {name} has shape {list(x.shape)} and strides {list(x.stride())}, so several "
+            "elements share memory; it can't be written in place (use clone())"
+        )
+
+
 def check_choice(op: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{op}: {name} is {value!r}; it must be one of {', '.join(choices)}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from . import checks
-from .communicator import Group, communicator
+from .communicator import Communicator, Group, communicator
 
 _ops = torch.ops.coconet
 
@@ -36,14 +36,17 @@ def all_reduce(x: torch.Tensor, *, op: str = "sum", group: Group = None) -> torc
         PeerLostError, CommunicatorTimeout: a peer died, or didn't call in time.
     """
     comm = communicator(group)
-    _check_reduce(comm, "all_reduce", x, op)
+    with checks.arguments(comm, "all_reduce"):
+        _check_reduce(comm, "all_reduce", x, op)
     return _ops.all_reduce(x, op, comm._id)
 
 
 def all_reduce_(x: torch.Tensor, *, op: str = "sum", group: Group = None) -> torch.Tensor:
     """In-place :func:`all_reduce`: ``x`` receives the result and is returned."""
     comm = communicator(group)
-    _check_reduce(comm, "all_reduce_", x, op)
+    with checks.arguments(comm, "all_reduce_"):
+        _check_reduce(comm, "all_reduce_", x, op)
+        checks.check_writable("all_reduce_", "x", x)
     return _ops.all_reduce_(x, op, comm._id)
 
 
@@ -75,8 +78,7 @@ def reduce_scatter(
     """
     comm = communicator(group)
     with checks.arguments(comm, "reduce_scatter"):
-        checks.check_tensor(comm, "reduce_scatter", "x", x)
-        checks.check_choice("reduce_scatter", "op", op, checks.REDUCE_OPS)
+        _check_reduce(comm, "reduce_scatter", x, op)
         checks.check_choice("reduce_scatter", "split", split, checks.SPLITS)
         dim = checks.check_dim("reduce_scatter", dim, x)
     return _ops.reduce_scatter(x, dim, op, split, comm._id)
@@ -111,7 +113,6 @@ def all_gather(
     return _ops.all_gather(x, dim, -1 if size is None else size, comm._id)
 
 
-def _check_reduce(comm, name: str, x: torch.Tensor, op: str) -> None:
-    with checks.arguments(comm, name):
-        checks.check_tensor(comm, name, "x", x)
-        checks.check_choice(name, "op", op, checks.REDUCE_OPS)
+def _check_reduce(comm: Communicator, name: str, x: torch.Tensor, op: str) -> None:
+    checks.check_tensor(comm, name, "x", x)
+    checks.check_choice(name, "op", op, checks.REDUCE_OPS)

@@ -57,25 +57,20 @@ class Communicator:
                 "Communicator: torch.distributed is not initialized; "
                 "call torch.distributed.init_process_group first"
             )
-        seconds = timeout.total_seconds()
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.backend = "shm"
         self.timeout = timeout
         if self.rank < 0:
             raise ValueError("Communicator: this process is not a member of the group")
-        if heap_bytes is None:
-            heap_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        heap_bytes = -(-heap_bytes // (2 << 20)) * (2 << 20)
-
         rendezvous, problem = None, ""
-        if heap_bytes <= 0 or seconds <= 0:
-            problem = f"heap_bytes={heap_bytes} and timeout={timeout} must be positive"
-        else:
-            try:
-                rendezvous = _C.Rendezvous(heap_bytes)
-            except (OSError, RuntimeError) as error:
-                problem = f"no shared memory: {error}"
+        try:
+            heap_bytes, seconds = _check_limits(heap_bytes, timeout)
+            rendezvous = _C.Rendezvous(heap_bytes)
+        except (TypeError, ValueError) as error:
+            problem = str(error)
+        except (OSError, RuntimeError) as error:
+            problem = f"no shared memory: {error}"
         mine = {
             "problem": problem,
             "host": (_C.host_identity(), socket.gethostname()),
@@ -186,6 +181,21 @@ class Communicator:
     def _inject_fault(self, phase: str, signal: int) -> None:
         """For tests: sends this process the signal when it is about to post the phase."""
         self._core.inject_fault(phase, signal)
+
+
+def _check_limits(heap_bytes: object, timeout: object) -> tuple[int, float]:
+    """heap_bytes rounded up to huge pages, and the timeout in seconds."""
+    if heap_bytes is None:
+        heap_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not isinstance(heap_bytes, int):
+        raise TypeError(f"heap_bytes is {heap_bytes!r}; it must be an integer")
+    if heap_bytes <= 0:
+        raise ValueError(f"heap_bytes is {heap_bytes}; it must be positive")
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout is {timeout!r}; it must be a datetime.timedelta")
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout is {timeout}; it must be positive")
+    return -(-heap_bytes // (2 << 20)) * (2 << 20), timeout.total_seconds()
 
 
 def _exchange(mine: object, group: dist.ProcessGroup | None, world_size: int) -> list:

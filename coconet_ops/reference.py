@@ -61,13 +61,20 @@ def all_gather(
 @torch.no_grad()
 def rs_adam_ag_(
     params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
     optimizer: torch.optim.Optimizer,
     *,
     average_grads: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """All-reduces the gradients, then steps a torch.optim optimizer over the same parameters."""
-    for p, g in zip(params, grads, strict=True):
-        p.grad = all_reduce(g, op="avg" if average_grads else "sum", group=group)
+    """All-reduces the gradients, then steps a torch.optim optimizer over the same parameters.
+
+    A gradient that is None on some ranks counts as zero there; a parameter without any is skipped.
+    """
+    present = torch.tensor([g is not None for g in grads], dtype=torch.int32)
+    dist.all_reduce(present, group=group)
+    op = "avg" if average_grads else "sum"
+    for p, g, ranks in zip(params, grads, present.tolist(), strict=True):
+        g = torch.zeros_like(p) if g is None else g
+        p.grad = all_reduce(g, op=op, group=group) if ranks else None
     optimizer.step()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 
 import torch
 
 from . import _C, checks
+from .collectives import all_gather
 from .communicator import Communicator, Group, communicator
+from .errors import MismatchError
 
 _OP = "rs_adam_ag_"
 
@@ -23,6 +26,7 @@ class AdamState:
         group: process group, communicator or None (the default group).
 
     Attributes:
+        layouts: shape and strides per parameter, equal on all ranks.
         exp_avg, exp_avg_sq: float32, 1-D, this rank's slice.
         master: float32 weights of the slice, for bfloat16 and float16 parameters; else None.
         steps: updates done, per parameter.
@@ -31,9 +35,10 @@ class AdamState:
     def __init__(self, params: Sequence[torch.Tensor], *, group: Group = None) -> None:
         self.comm: Communicator = communicator(group)
         params = list(params)
-        with checks.arguments(self.comm, "empty"):
+        with checks.arguments(self.comm, _OP):
             check_params(self.comm, params)
-        self._shapes = [p.shape for p in params]
+        # The kernel walks memory, so all ranks use one layout per parameter: that of rank 0.
+        self.layouts = _agree_on_layouts(self.comm, params)
         self._list = _C.TensorList(self.comm._core, [p.numel() for p in params])
         self.dtype = params[0].dtype
         numel = self._list.slice
@@ -59,9 +64,8 @@ class AdamState:
             return
         for index, first, at, count in self.pieces():
             if only is None or index in only:
-                p = params[index].detach()
-                flat = memory_order(p if is_dense(p) else p.contiguous())
-                self.master[at : at + count].copy_(flat[first : first + count])
+                laid_out = in_layout(params[index].detach(), self.layouts[index])
+                self.master[at : at + count].copy_(memory_order(laid_out)[first : first + count])
 
 
 def rs_adam_ag_(
@@ -106,11 +110,11 @@ def rs_adam_ag_(
             raise ValueError(f"{_OP}: group is not the communicator of state")
         params, grads = list(params), list(grads)
         check_params(comm, params)
-        if [p.shape for p in params] != state._shapes or params[0].dtype != state.dtype:
-            raise ValueError(f"{_OP}: params are not those that state was made for")
+        _check_same_params(state, params)
         if len(grads) != len(params):
-            raise ValueError(f"{_OP}: {len(grads)} grads for {len(params)} params")
+            raise ValueError(f"{_OP}: there are {len(grads)} grads for {len(params)} params")
         for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+            checks.check_writable(_OP, f"params[{i}]", p)
             if g is not None:
                 check_grad(comm, i, p, g)
         hyper = make_hyper(
@@ -122,14 +126,16 @@ def rs_adam_ag_(
             bias_correction=bias_correction,
             average_grads=average_grads,
         )
-    # The kernel walks memory: weights and gradients need one dense layout.
-    dense = [p if is_dense(p) else p.detach().contiguous() for p in params]
-    aligned = [g if g is None else like_layout(g, p) for g, p in zip(grads, dense, strict=True)]
-    step(state, dense, aligned, hyper)
-    for p, d in zip(params, dense, strict=True):
-        if d is not p:
+    weights = [in_layout(p, layout) for p, layout in zip(params, state.layouts, strict=True)]
+    gradients = [
+        g if g is None else in_layout(g, layout)
+        for g, layout in zip(grads, state.layouts, strict=True)
+    ]
+    step(state, weights, gradients, hyper)
+    for p, w in zip(params, weights, strict=True):
+        if w is not p:
             with torch.no_grad():
-                p.copy_(d)
+                p.copy_(w)
 
 
 def make_hyper(
@@ -191,16 +197,56 @@ def check_grad(comm: Communicator, i: int, param: torch.Tensor, grad: torch.Tens
         )
 
 
-def is_dense(t: torch.Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, in some order of dimensions."""
-    return torch.ops.aten.is_non_overlapping_and_dense.default(t)
+def _check_same_params(state: AdamState, params: list[torch.Tensor]) -> None:
+    if len(params) != len(state.layouts):
+        raise ValueError(
+            f"{_OP}: there are {len(params)} params; state was made for {len(state.layouts)}"
+        )
+    if params[0].dtype != state.dtype:
+        raise TypeError(
+            f"{_OP}: params have dtype {params[0].dtype}; state was made for {state.dtype}"
+        )
+    for i, (p, (shape, _)) in enumerate(zip(params, state.layouts, strict=True)):
+        if tuple(p.shape) != shape:
+            raise ValueError(
+                f"{_OP}: params[{i}] has shape {list(p.shape)}; state was made for {list(shape)}"
+            )
 
 
-def like_layout(t: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """t with the strides of a dense tensor."""
-    if t.stride() == model.stride():
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
+
+
+def _layout(t: torch.Tensor) -> Layout:
+    """Shape and strides of t; contiguous ones where t doesn't fill one stretch of memory."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(t)
+    model = t if dense else torch.empty(t.shape, device="meta")
+    return tuple(t.shape), model.stride()
+
+
+def _agree_on_layouts(comm: Communicator, params: list[torch.Tensor]) -> list[Layout]:
+    """Rank 0's layouts. Raises on every rank unless numbers, shapes and dtypes are equal."""
+    mine = repr([(str(p.dtype), *_layout(p)) for p in params]).encode()
+    sizes = all_gather(torch.tensor([len(mine)]), group=comm).tolist()
+    texts = all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=comm)
+    ranks = [ast.literal_eval(bytes(t.tolist()).decode()) for t in texts.split(sizes)]
+
+    def same(what: str, values: list) -> None:
+        if any(v != values[0] for v in values):
+            each = "; ".join(f"{v} on rank {r}" for r, v in enumerate(values))
+            raise MismatchError(f"{_OP}: ranks disagree on {what}: {each}")
+
+    same("the number of parameters", [len(r) for r in ranks])
+    for i in range(len(params)):
+        same(f"the dtype of params[{i}]", [r[i][0] for r in ranks])
+        same(f"the shape of params[{i}]", [list(r[i][1]) for r in ranks])
+    return [(shape, strides) for _, shape, strides in ranks[0]]
+
+
+def in_layout(t: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """t itself where its memory has the layout, otherwise a copy that has it."""
+    if t.stride() == layout[1] and not t.is_neg():
         return t
-    return torch.empty_strided(model.shape, model.stride(), dtype=t.dtype).copy_(t)
+    return torch.empty_strided(*layout, dtype=t.dtype).copy_(t.detach())
 
 
 def memory_order(t: torch.Tensor) -> torch.Tensor:

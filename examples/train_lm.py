@@ -15,8 +15,8 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,21 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import coconet_ops as co
+
 FUSED = "DistributedFusedAdam"
 DDP = "DDP + AdamW"
 BARE = "bare"  # no communication, no optimizer: what a backward costs by itself
 BARE_EVERY = 8
+COUNTS = {
+    "steps": (400, "training steps"),
+    "batch": (8, "sequences per rank and step"),
+    "seq": (64, "bytes per sequence"),
+    "layers": (2, "transformer blocks"),
+    "dim": (256, "width of the model"),
+    "heads": (4, "attention heads"),
+    "max-bytes": (16_000_000, "read no more text"),
+}
 NOTES = """\
 Milliseconds: medians over the steps; a step takes as long as its slowest rank.
 backward         DDP reduces the gradients in here, overlapped with the computation.
@@ -42,27 +53,6 @@ beyond backward  backward + step less a bare backward timed in the same run: wha
                  communication and the update cost."""
 
 
-class Block(nn.Module):
-    """Pre-norm transformer block: causal self-attention, then a GELU MLP."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(dim)
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.proj = nn.Linear(dim, dim, bias=False)
-        self.norm2 = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 4 * dim, bias=False)
-        self.down = nn.Linear(4 * dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # [batch, seq, 3 * dim] -> q, k, v of [batch, heads, seq, dim / heads]
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 class ByteLM(nn.Module):
     """Decoder-only transformer over the 256 byte values."""
 
@@ -70,8 +60,11 @@ class ByteLM(nn.Module):
         super().__init__()
         self.byte = nn.Embedding(256, dim)
         self.position = nn.Embedding(seq, dim)
-        self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(dim)
+        block = nn.TransformerEncoderLayer(
+            dim, heads, 4 * dim, 0.0, F.gelu, batch_first=True, norm_first=True, bias=False
+        )
+        norm = nn.LayerNorm(dim, bias=False)
+        self.blocks = nn.TransformerEncoder(block, layers, norm, enable_nested_tensor=False)
         self.head = nn.Linear(dim, 256, bias=False)
         for parameter in self.parameters():
             if parameter.dim() == 2:
@@ -79,8 +72,10 @@ class ByteLM(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return next-byte logits [batch, seq, 256] of int64 tokens [batch, seq]."""
-        x = self.byte(tokens) + self.position.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x)))
+        length = tokens.shape[1]
+        x = self.byte(tokens) + self.position.weight[:length]
+        causal = nn.Transformer.generate_square_subsequent_mask(length)
+        return self.head(self.blocks(x, causal, is_causal=True))
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int, seed: int) -> bytes:
@@ -94,16 +89,33 @@ class ByteLM(nn.Module):
         return bytes(text[len(prompt) :])
 
 
-@dataclass
 class Run:
     """One model in training, and what was recorded of it."""
 
-    name: str
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
-    schedule: torch.optim.lr_scheduler.LRScheduler | None = None
-    losses: list[float] = field(default_factory=list)  # mean over the ranks
-    seconds: list[tuple[float, float, float]] = field(default_factory=list)
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.name = name
+        self.losses: list[float] = []  # mean over the ranks
+        self.seconds: list[tuple[float, float, float]] = []  # forward, backward, step
+        torch.manual_seed(args.seed)  # the same weights in every run and on every rank
+        self.module = self.model = ByteLM(args.layers, args.dim, args.heads, args.seq)
+        if name == BARE:
+            return
+        matrices = [p for p in self.module.parameters() if p.dim() == 2]
+        vectors = [p for p in self.module.parameters() if p.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+        options = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": 0.0}
+        if name == FUSED:
+            self.optimizer = co.optim.DistributedFusedAdam(groups, **options)
+        else:
+            self.optimizer = torch.optim.AdamW(groups, **options, fused=True)
+            self.model = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
+        warmup = args.steps // 10
+
+        def factor(step: int) -> float:  # of the learning rate: linear warm-up, cosine decay
+            angle = math.pi * (step - warmup) / (args.steps - warmup)
+            return (step + 1) / (warmup + 1) if step < warmup else 0.55 + 0.45 * math.cos(angle)
+
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Take one training step and return this rank's loss."""
@@ -112,11 +124,11 @@ class Run:
         forward = time.perf_counter()
         loss.backward()
         backward = time.perf_counter()
-        if self.optimizer:
+        if self.name != BARE:
             self.optimizer.step()
         self.model.zero_grad()
         end = time.perf_counter()
-        if self.schedule:
+        if self.name != BARE:
             self.schedule.step()
         self.seconds.append((forward - start, backward - forward, end - backward))
         return loss.detach()
@@ -131,34 +143,6 @@ class Run:
         return dict(zip(names, table, strict=True))
 
 
-def start_run(name: str, args: argparse.Namespace) -> Run:
-    """Build the model, the same for every run and rank, and its optimizer."""
-    torch.manual_seed(args.seed)
-    model: nn.Module = ByteLM(args.layers, args.dim, args.heads, args.seq)
-    if name == BARE:
-        return Run(name, model)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer: torch.optim.Optimizer
-    if name == FUSED:
-        import coconet_ops as co
-
-        optimizer = co.optim.DistributedFusedAdam(groups, lr=args.lr, betas=(0.9, 0.95))
-    else:
-        optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-    def warmup_cosine(step: int) -> float:
-        warmup = args.steps // 10
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / (args.steps - warmup))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine)
-    return Run(name, model, optimizer, schedule)
-
-
 def read_text(path: Path | None, limit: int) -> Tensor:
     """Concatenate a file, or a folder's files in the order of their names: uint8 [bytes]."""
     folder, pattern = (path, "*") if path else (Path(torch.__file__).parent, "*.py")
@@ -171,19 +155,18 @@ def read_text(path: Path | None, limit: int) -> Tensor:
     return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
 
-def train(args: argparse.Namespace, rank: int, console: Console) -> int:
+def train(args: argparse.Namespace, rank: int) -> int:
     """Train on this rank, report on rank 0, and return the exit code, equal on all ranks."""
-    world = dist.get_world_size()
+    console = Console(quiet=rank != 0, markup=False, highlight=False, soft_wrap=True)
     windows = read_text(args.data, args.max_bytes).unfold(0, args.seq + 1, 1)
     draw = torch.Generator().manual_seed(args.seed + 1 + rank)  # every rank has its own batches
     names = [FUSED, DDP] if args.compare else [DDP if args.baseline else FUSED]
-    runs = [start_run(name, args) for name in names]
-    bare = start_run(BARE, args)
-    parameters = sum(p.numel() for p in bare.model.parameters())
-    say(
-        console,
-        f"{world} ranks x {torch.get_num_threads()} threads, {parameters / 1e6:.2f} M parameters, "
-        f"{len(windows) / 1e6:.1f} MB of text, {args.batch} x {args.seq} bytes per rank and step",
+    runs = [Run(name, args) for name in names]
+    bare = Run(BARE, args)
+    parameters = sum(p.numel() for p in bare.model.parameters()) / 1e6
+    console.print(
+        f"{args.ranks} ranks x {torch.get_num_threads()} threads, {parameters:.2f} M parameters, "
+        f"{len(windows) / 1e6:.1f} MB of text, {args.batch} x {args.seq} bytes per rank and step"
     )
     loss_column = TextColumn("{task.fields[loss]}")
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), loss_column
@@ -198,78 +181,188 @@ def train(args: argparse.Namespace, rank: int, console: Console) -> int:
             losses = {run.name: run.step(tokens, targets) for run in runs[:: (1, -1)[step % 2]]}
             if args.compare and step % BARE_EVERY == 0:
                 bare.step(tokens, targets)
-            mean = torch.stack([losses[name] for name in names]) / world
+            mean = torch.stack([losses[name] for name in names]) / args.ranks
             dist.all_reduce(mean)
             for run, loss in zip(runs, mean.tolist(), strict=True):
                 run.losses.append(loss)
-            shown = "loss " + "  ".join(f"{loss:.4f}" for loss in mean.tolist())
+            shown = "loss " + "  ".join(f"{run.losses[-1]:.4f}" for run in runs)
             progress.update(task, advance=1, loss=shown)
             if not console.is_terminal and step % math.ceil(args.steps / 10) == 0:
-                say(console, f"step {step + 1}/{args.steps}  {shown}")
-    return report(args, rank, runs, bare, console)
+                console.print(f"step {step + 1}/{args.steps}  {shown}")
 
-
-def report(
-    args: argparse.Namespace, rank: int, runs: list[Run], bare: Run, console: Console
-) -> int:
-    """Print table and sample, write plot and JSON; return 1 if the loss curves differ, else 0."""
     phases = [run.phases() for run in runs]
     if args.compare:
         backward = bare.phases()["backward"]
         for phase in phases:
             phase["beyond backward"] = phase["backward + step"][::BARE_EVERY] - backward
-    difference = max(abs(a - b) for a, b in zip(runs[0].losses, runs[-1].losses, strict=True))
-    agree = difference <= args.tolerance
+    medians = [{name: float(times.median()) for name, times in phase.items()} for phase in phases]
+    curves = torch.tensor([run.losses for run in runs], dtype=torch.float64)
+    gap = float((curves[0] - curves[-1]).abs().max())
+    agree = gap <= args.tolerance  # False for nan too
     if rank == 0:
-        medians = [{name: float(times.median()) for name, times in p.items()} for p in phases]
-        tokens = dist.get_world_size() * args.batch * args.seq
-        rates = [tokens / times["whole step"] for times in medians]
-        console.print(result_table(runs, rates, medians))
+        report(args, runs, medians, console)
         if args.compare:
-            say(console, NOTES)
-            word = "within" if agree else "BEYOND"
-            say(console, f"largest difference of the losses {difference:.1e}, {word} {args.tolerance:.0e}")
-        if args.sample:
-            model = getattr(runs[0].model, "module", runs[0].model)
-            text = model.generate(b"\n", args.sample, args.seed).decode("ascii", "replace")
-            say(console, "sample:\n" + "".join(c if c.isprintable() or c == "\n" else "?" for c in text))
-        if args.plot:
-            draw_losses(args.plot, runs, args.tolerance)
-            say(console, f"loss curves: {args.plot}")
-        if args.json:
-            runs_json = {
-                run.name: {"losses": run.losses, "tokens_per_s": rate, "median_s": times}
-                for run, rate, times in zip(runs, rates, medians, strict=True)
-            }
-            result = {"ranks": dist.get_world_size(), "runs": runs_json, "difference": difference}
-            args.json.write_text(json.dumps(result, indent=1))
-    return 0 if agree else 1
+            verdict = "within" if agree else "BEYOND"
+            console.print(f"Losses differ by {gap:.1e} at most, {verdict} {args.tolerance:g}.")
+    return int(args.compare and not agree)
 
 
-def result_table(runs: list[Run], rates: list[float], medians: list[dict[str, float]]) -> Table:
-    """Lay out the runs side by side, with a ratio where both sides do the same work."""
-    table = Table("", *(run.name for run in runs), *(["ratio"] if len(runs) > 1 else []))
+Medians = list[dict[str, float]]
+
+
+def report(args: argparse.Namespace, runs: list[Run], medians: Medians, console: Console) -> None:
+    """Print table and sample, write plot and JSON."""
+    table = Table("", *(run.name for run in runs), *["ratio"] * (len(runs) - 1))
     for column in table.columns[1:]:
         column.justify = "right"
     table.add_row("first loss", *(f"{run.losses[0]:.4f}" for run in runs))
     table.add_row("last loss", *(f"{run.losses[-1]:.4f}" for run in runs))
-    rate_cells = [f"{rate:,.0f}" for rate in rates]
-    table.add_row("tokens/s", *rate_cells, *ratio(rates[0], rates[1:]))
+    rates = [args.ranks * args.batch * args.seq / times["whole step"] for times in medians]
+    table.add_row("tokens/s", *(f"{rate:,.0f}" for rate in rates))
     for name in medians[0]:
-        times = [median[name] for median in medians]
-        equal_work = name in ("backward + step", "whole step", "beyond backward")
-        cells = [f"{seconds * 1e3:.2f}" for seconds in times]
-        table.add_row(f"{name}, ms", *cells, *(ratio(times[-1], times[:-1]) if equal_work else []))
-    return table
+        times = [1e3 * median[name] for median in medians]
+        comparable = name not in ("forward", "backward", "step") and times[0] > 0
+        ratio = f"{times[-1] / times[0]:.2f}x" if comparable else ""
+        cells = [f"{value:.2f}" for value in times] + [ratio] * (len(runs) - 1)
+        table.add_row(f"{name} (ms)", *cells)
+    console.print(table)
+    if args.sample:
+        sample = runs[0].module.generate(b"\n", args.sample, args.seed)
+        text = "".join(chr(b) if 32 <= b < 127 or b == 10 else "." for b in sample)
+        console.print(f"\nA sample of {args.sample} bytes:\n{text}\n")
+    if args.compare:
+        console.print(NOTES)
+    if args.plot:
+        draw_losses(args.plot, runs, args.tolerance)
+        console.print(f"Loss curves: {args.plot}")
+    if args.json:
+        records = {
+            run.name: {"losses": run.losses, "tokens_per_s": rate, "median_s": times}
+            for run, rate, times in zip(runs, rates, medians, strict=True)
+        }
+        args.json.write_text(json.dumps({"ranks": args.ranks, "runs": records}, indent=1))
 
 
 def draw_losses(path: Path, runs: list[Run], tolerance: float) -> None:
-    """Draw the loss curves and, of two runs, their difference."""
-    import matplotlib
+    """Draw the loss curves and, below two of them, their difference, as PNG."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    figure = Figure(figsize=(8, 2 + 2 * len(runs)), layout="constrained")
+    axes = figure.subplots(len(runs), sharex=True, squeeze=False, height_ratios=[3, 1][: len(runs)])
+    styles = {"color": "black", "linewidth": 1, "zorder": 3}, {"color": "orange", "linewidth": 4}
+    for run, style in zip(runs, styles, strict=False):
+        axes[0, 0].plot(run.losses, label=run.name, **style)
+    axes[0, 0].set_ylabel("loss (nats per byte), mean over ranks")
+    axes[0, 0].legend()
+    if len(runs) > 1:
+        pairs = zip(runs[0].losses, runs[1].losses, strict=True)
+        axes[1, 0].semilogy([max(abs(a - b), 1e-8) for a, b in pairs], color="black", linewidth=1)
+        axes[1, 0].axhline(max(tolerance, 1e-8), color="tab:red", linestyle="--", label="tolerance")
+        axes[1, 0].set_ylabel("difference (at least 1e-8)")
+        axes[1, 0].legend()
+    axes[-1, 0].set_xlabel("step")
+    figure.savefig(path, format="png", dpi=150)
 
-    figure, axes = plt.subplots(
-        len(runs), figsize=(8, 3 + 2 * len(runs)), sharex=True, squeeze=False, height_ratios=...
+
+def worker(rank: int, args: argparse.Namespace, init_method: str, codes: Any = None) -> int:
+    """Be one rank, and return the exit code; also into the queue codes if launch started it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank at once, without traceback
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // args.ranks
+    if codes and share:
+        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+    if codes or args.threads:
+        torch.set_num_threads(args.threads or 1)
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=args.ranks)
+    code = train(args, rank)
+    dist.barrier()  # nobody leaves while rank 0 still reports
+    dist.destroy_process_group()
+    if codes and rank == 0:
+        codes.put(code)
+    return code
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Start the ranks, wait for them and return the exit code. No rank outlives this call."""
+    codes = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (args, f"file://{folder}/store", codes)
+        # Ranks inherit that Ctrl-C is ignored, so they are quiet while they import torch.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ranks = mp.start_processes(worker, arguments, args.ranks, join=False)
+        signal.signal(signal.SIGINT, handler)
+        try:
+            while not ranks.join():
+                pass
+            return codes.get()
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            print(error, file=sys.stderr)
+            return 1
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+
+
+def positive(text: str) -> int:
+    """Read an integer of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read and check the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--baseline", action="store_true", help="train with DDP + AdamW instead")
+    mode.add_argument("--compare", action="store_true", help="train with both, side by side")
+    add = parser.add_argument
+    add("--ranks", type=positive, help="local ranks to start (default 2; torchrun has its own)")
+    add("--threads", type=positive, help="threads per rank (default 1; torchrun has its own)")
+    add("--data", type=Path, help="file or folder to learn (default: torch's Python sources)")
+    for name, (default, text) in COUNTS.items():
+        add(f"--{name}", type=positive, default=default, help=f"{text} (default {default})")
+    add("--lr", type=float, default=1e-3, help="peak learning rate (default %(default)s)")
+    add("--seed", type=int, default=0, help="of weights, batches, sample (default %(default)s)")
+    add("--sample", type=int, default=300, help="bytes to generate at the end (default 300)")
+    add("--plot", type=Path, help="PNG of the loss curves (with --compare: train_lm.png)")
+    add("--json", type=Path, help="write losses and times as JSON")
+    add("--tolerance", type=float, default=1e-4, help="of --compare (default %(default)s)")
+    args = parser.parse_args()
+
+    if dist.is_torchelastic_launched():
+        if args.ranks:
+            parser.error("--ranks: torchrun has started the ranks already")
+        args.ranks = int(os.environ["WORLD_SIZE"])
+    args.ranks = args.ranks or 2
+    args.plot = args.plot or (Path("train_lm.png") if args.compare else None)
+    if args.dim % args.heads:
+        parser.error(f"--dim {args.dim} is not a multiple of --heads {args.heads}")
+    for path in filter(None, (args.plot, args.json)):
+        if not path.parent.is_dir():
+            parser.error(f"{path}: no such folder")
+    if args.data and not args.data.exists():
+        parser.error(f"--data {args.data}: no such file or folder")
+    if len(read_text(args.data, args.max_bytes)) <= args.seq:
+        parser.error(f"the text is shorter than one sequence of {args.seq + 1} bytes")
+    return args
+
+
+def main() -> int:
+    """Be one of torchrun's ranks, or start ranks."""
+    try:
+        args = parse_arguments()
+        if dist.is_torchelastic_launched():
+            return worker(int(os.environ["RANK"]), args, "env://")
+        return launch(args)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -100,7 +100,8 @@ DType dtype_of(const at::Tensor& t) {
         case at::kComplexDouble:
             return DType::c128;
         default:
-            return DType::other;
+            return static_cast<DType>(static_cast<int>(DType::other) +
+                                      static_cast<int>(t.scalar_type()));
     }
 }
 
@@ -116,28 +117,44 @@ at::Tensor heap_tensor(const Communicator& comm, const Heap::Block& block, at::I
 namespace {
 
 // Where the parameters of an optimizer and their gradients live, to notice what was replaced.
-struct Homes {
-    std::vector<at::Tensor> weights, gradients;
-
+class Homes {
+  public:
+    Homes(const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& gradients) {
+        for (const auto& t : weights) weights_.emplace_back(t);
+        for (const auto& t : gradients) gradients_.emplace_back(t);
+    }
     // Indices of parameters that were re-pointed, and of gradients that lie elsewhere.
     std::pair<std::vector<int>, std::vector<int>> strays(
         const std::vector<at::Tensor>& params) const {
         std::pair<std::vector<int>, std::vector<int>> found;
         for (size_t i = 0; i < params.size(); ++i) {
-            if (!same_place(params[i], weights[i])) found.first.push_back(static_cast<int>(i));
+            if (!weights_[i].holds(params[i])) found.first.push_back(static_cast<int>(i));
             const at::Tensor& grad = params[i].grad();
-            if (grad.defined() && !same_place(grad, gradients[i]))
+            if (grad.defined() && !gradients_[i].holds(grad))
                 found.second.push_back(static_cast<int>(i));
         }
         return found;
     }
 
   private:
-    static bool same_place(const at::Tensor& a, const at::Tensor& home) {
-        return a.layout() == at::kStrided && a.data_ptr() == home.data_ptr() &&
-               a.scalar_type() == home.scalar_type() && a.sizes() == home.sizes() &&
-               a.strides() == home.strides();
-    }
+    // As numbers: a tensor object can be re-pointed by its user.
+    struct Home {
+        const void* data;
+        at::ScalarType dtype;
+        at::DimVector sizes, strides;
+
+        explicit Home(const at::Tensor& t)
+            : data(t.const_data_ptr()),
+              dtype(t.scalar_type()),
+              sizes(t.sizes()),
+              strides(t.strides()) {}
+        bool holds(const at::Tensor& t) const {
+            return t.layout() == at::kStrided && !t.is_neg() && t.const_data_ptr() == data &&
+                   t.scalar_type() == dtype && t.sizes() == at::IntArrayRef(sizes) &&
+                   t.strides() == at::IntArrayRef(strides);
+        }
+    };
+    std::vector<Home> weights_, gradients_;
 };
 
 // grads: one per parameter, None where absent; None altogether: the parameters' own.
@@ -217,6 +234,9 @@ int64_t hash_bytes(const at::Tensor& t) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     using Release = py::call_guard<py::gil_scoped_release>;
     interrupt_requested = python_interrupt_requested;
+    other_dtype_name = [](int number) {
+        return c10::toString(static_cast<at::ScalarType>(number));
+    };
     py::register_exception_translator([](std::exception_ptr p) {
         try {
             if (p) std::rethrow_exception(p);
@@ -299,9 +319,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("master").none(true));
 
     py::class_<Homes>(m, "Homes")
-        .def(py::init([](std::vector<at::Tensor> weights, std::vector<at::Tensor> gradients) {
-            return Homes{std::move(weights), std::move(gradients)};
-        }))
+        .def(py::init<const std::vector<at::Tensor>&, const std::vector<at::Tensor>&>())
         .def("strays", &Homes::strays);
 }
 

@@ -51,7 +51,7 @@ PY
     log=$(mktemp)
     if "$venv/bin/pip" install -qq "torch==$version+cpu" 2>"$log"; then
         say "torch: took the CPU build"
-    elif grep -q 'No matching distribution' "$log"; then
+    elif grep -q 'No matching distribution found for torch==' "$log"; then
         say "torch: pip's index offers no CPU build, so this takes the plain wheel, which on x86"
         say "       may be a CUDA build of several GB. To avoid that, stop here, set"
         say "       PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels, and start again."
@@ -63,14 +63,14 @@ PY
     rm -f "$log"
 }
 
-missing=$(needs | xargs)
+mapfile -t missing < <(needs)
 if [[ ${1:-} == --needs ]]; then
-    echo "$missing"
+    echo "${missing[*]}"
     exit
 fi
-if [[ -n $missing ]]; then
+if ((${#missing[@]})); then
     say "missing on this machine (Python 3.10 or newer and a C++ compiler are needed)" >&2
-    say "on Debian: apt install $missing" >&2
+    say "on Debian: apt install ${missing[*]}" >&2
     exit 1
 fi
 
@@ -82,4 +82,5 @@ fi
 install_torch
 say "tools of requirements-dev.txt"
 "$venv/bin/pip" install -qq -r requirements-dev.txt
-say "done: $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)') in $venv"
+torch=$("$venv/bin/python" -c 'import torch; print(torch.__version__)')
+say "done: $venv has torch $torch"

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 WATCHDOG = 120.0  # seconds: a hang detector, not a speed limit
-GRACE = 20.0  # seconds for the other ranks once one has failed
+GRACE = 8.0  # seconds for the other ranks once one has failed
 HEAP_BYTES = 96 << 20
 TIMEOUT = timedelta(seconds=40)
 
@@ -58,7 +58,6 @@ def communicator():
 
 def resources() -> dict[str, Counter]:
     """What this process holds: file descriptors, shared mappings, threads."""
-    gc.collect()
     descriptors = Counter()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # listdir's own descriptor
@@ -72,6 +71,7 @@ def resources() -> dict[str, Counter]:
 
 def leaked(before: dict[str, Counter]) -> dict[str, dict[str, int]]:
     """What this process holds now and didn't hold before; {} if nothing."""
+    gc.collect()
     for _ in range(50):  # a thread that was just joined may linger in /proc
         now = resources()
         more = {kind: dict(now[kind] - before[kind]) for kind in now}
@@ -157,10 +157,8 @@ class Outcome:
 
     def describe(self) -> str:
         if self.exitcode is not None:
-            return f"rank {self.rank} ended with exit code {self.exitcode}"
-        if self.error is not None:
-            return f"rank {self.rank} raised:\n{self.error}"
-        return f"rank {self.rank} returned"
+            return f"ended with exit code {self.exitcode}"
+        return "returned" if self.error is None else f"raised:\n{self.error}"
 
 
 class Ranks:
@@ -234,7 +232,7 @@ class Ranks:
             self.signal(rank, signal.SIGUSR1)
         time.sleep(1.0)
         lines = [f"ranks {sorted(pending)} of {self.world_size} don't answer"]
-        lines += [outcomes[rank].describe() for rank in sorted(outcomes)]
+        lines += [f"rank {rank} {outcomes[rank].describe()}" for rank in sorted(outcomes)]
         for rank in sorted(pending):
             lines += [f"rank {rank} stands at:", Path(self._stack_file(rank)).read_text()]
         self.kill()
@@ -242,6 +240,7 @@ class Ranks:
 
     def run(self, function: Callable, *arguments: Any) -> list[Any]:
         """function(*arguments) on every rank; the values by rank. Raises the first failure."""
+        __tracebackhide__ = True
         self.start(function, *arguments)
         return values(self.finish(patient=False))
 
@@ -286,6 +285,7 @@ class RankPool:
         self._ranks: dict[int, Ranks] = {}
 
     def run(self, world_size: int, function: Callable, *arguments: Any) -> list[Any]:
+        __tracebackhide__ = True
         if world_size not in self._ranks:
             self._ranks[world_size] = Ranks(world_size)
         try:
@@ -299,6 +299,11 @@ class RankPool:
             self._ranks.popitem()[1].close()
 
 
+def _shared_files() -> set[str]:
+    """Names in /dev/shm, but for the locks of other programs that use multiprocessing."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 def run_fresh(
     world_size: int,
     function: Callable,
@@ -309,7 +314,7 @@ def run_fresh(
     """function(*arguments) on new ranks; the outcomes of all but the victims, which are killed at
     the end. The other ranks must then leave by themselves, and nothing may stay in /dev/shm."""
     victims = set(victims)
-    shared = set(os.listdir("/dev/shm"))
+    shared = _shared_files()
     ranks = Ranks(world_size, environment)
     try:
         ranks.start(function, *arguments)
@@ -323,16 +328,20 @@ def run_fresh(
         raise
     left = {rank: code for rank, code in enumerate(codes) if rank not in gone and code != 0}
     assert not left, f"exit codes of surviving ranks: {left}"
-    files = set(os.listdir("/dev/shm")) - shared
+    files = _shared_files() - shared
     assert not files, f"left in /dev/shm: {files}"
     return outcomes
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
     """The values by rank; raises if a rank didn't return one."""
-    failed = [outcome for outcome in outcomes if not outcome.ok]
+    __tracebackhide__ = True
+    failed: dict[str, list[int]] = {}
+    for outcome in outcomes:
+        if not outcome.ok:
+            failed.setdefault(outcome.describe(), []).append(outcome.rank)
     if failed:
-        raise RankError("\n".join(outcome.describe() for outcome in failed))
+        raise RankError("\n".join(f"ranks {ranks} {text}" for text, ranks in failed.items()))
     return [outcome.value for outcome in outcomes]
 
 

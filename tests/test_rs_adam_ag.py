@@ -13,14 +13,15 @@ import coconet_ops as co
 STEPS = 25
 SHAPES = ((3, 5, 7), (), (0,), (1134,), (129, 3), (1,), (1023, 7), (64,), (2, 3, 4, 5))
 
+# Decay by a power of two is exact: where it cancels a gradient, nothing is left but zero.
 HYPERPARAMETERS = {
-    "adamw": {"lr": 1e-2, "weight_decay": 0.1},
-    "adam with L2": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False},
+    "adamw": {"lr": 1e-2, "weight_decay": 0.125},
+    "adam with L2": {"lr": 1e-2, "weight_decay": 0.125, "adam_w_mode": False},
     "no decay": {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6},
-    "adamw, no bias correction": {"lr": 1e-2, "weight_decay": 0.1, "bias_correction": False},
+    "adamw, no bias correction": {"lr": 1e-2, "weight_decay": 0.125, "bias_correction": False},
     "adam, no bias correction": {
         "lr": 1e-2,
-        "weight_decay": 0.1,
+        "weight_decay": 0.125,
         "bias_correction": False,
         "adam_w_mode": False,
     },
@@ -114,7 +115,7 @@ def bits_by_placement(dtype):
         *(("heap", layout) for layout in cases.LAYOUTS),
         ("heap", "contiguous"),
     ):
-        run = Run(dtype, placement, layout, lr=1e-2, weight_decay=0.1)
+        run = Run(dtype, placement, layout, lr=1e-2, weight_decay=0.125)
         for _ in range(5):
             run.step()
         run.check()
@@ -158,7 +159,7 @@ def test_gradients_are_not_changed(run_few, placement):
 
 
 def masters(dtype, placement):
-    run = Run(dtype, placement, lr=1e-2, weight_decay=0.1)
+    run = Run(dtype, placement, lr=1e-2, weight_decay=0.125)
     for _ in range(STEPS):
         run.step()
     slices = gather_objects(run.state.master.clone())
@@ -178,7 +179,7 @@ def test_masters_follow_float64_and_parameters_are_rounded_masters(run, dtype, p
 
 
 def missing_on_some(dtype, placement):
-    run = Run(dtype, placement, lr=1e-2, weight_decay=0.1)
+    run = Run(dtype, placement, lr=1e-2, weight_decay=0.125)
     world = run.comm.world_size
     for step in range(STEPS):
         # Some rank has a gradient of every parameter, so absence counts as zero.
@@ -194,7 +195,7 @@ def test_gradient_missing_on_some_ranks_counts_as_zero(run, dtype, placement):
 
 
 def missing_on_all(dtype, placement):
-    run = Run(dtype, placement, lr=1e-2, weight_decay=0.1)
+    run = Run(dtype, placement, lr=1e-2, weight_decay=0.125)
     expected = [0] * len(SHAPES)
     for step in range(STEPS):
         before = run.digest()
@@ -248,7 +249,7 @@ def test_zero_learning_rate_keeps_every_bit(run_few, dtype):
 
 def large(dtype, placement):
     shapes = ((cases.LARGER_THAN_STAGING // 3,), (1000, 701), (7,))
-    run = Run(dtype, placement, shapes=shapes, lr=1e-2, weight_decay=0.1)
+    run = Run(dtype, placement, shapes=shapes, lr=1e-2, weight_decay=0.125)
     for _ in range(3):
         run.step()
     run.check()
@@ -299,13 +300,27 @@ def two_states():
     first, second = (Run(torch.float32, "heap", lr=lr) for lr in (1e-2, 1e-3))
     for _ in range(5):
         first.step()
-        second.step(weight_decay=0.1)
+        second.step(weight_decay=0.125)
     first.check()
     second.check()
 
 
 def test_states_are_independent(run_few):
     run_few(two_states)
+
+
+def negated_gradient():
+    params = [torch.zeros(300), torch.zeros(4, 3)]
+    lazily = [torch._neg_view(torch.ones(p.shape)) for p in params]
+    assert all(grad.is_neg() for grad in lazily)
+    state = co.AdamState(params, group=communicator())
+    co.rs_adam_ag_(params, lazily, state, lr=0.5)
+    for p in params:
+        cases.assert_close(p, torch.full(p.shape, 0.5), OPTIMIZER_TOLERANCE, "parameter")
+
+
+def test_lazily_negated_gradients(run_few):
+    run_few(negated_gradient)
 
 
 def infinite_gradients(dtype, placement):

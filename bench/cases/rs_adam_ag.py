@@ -18,7 +18,7 @@ from torch import Tensor
 import coconet_ops as co
 
 from ..check import fill, tile
-from ..model import Buffers, Candidate, Case, Expected, Problem
+from ..model import BenchError, Buffers, Candidate, Case, Expected, Problem
 
 PARAMETER_SEED = 1000  # apart from the gradients' seeds, which are the ranks
 # eps is large, so that the check sees the size of a gradient and not only its sign
@@ -37,6 +37,8 @@ def candidates(problem: Problem, buffers: Buffers) -> list[Candidate]:
 def _optimizer(problem: Problem, buffers: Buffers) -> Candidate:
     """Gradients are already in the heap."""
     optimizer, parameters = _distributed_fused_adam(problem, buffers)
+    gradients = buffers.private("gradients", layout_counts(problem), problem.dtype)
+    torch.autograd.backward(parameters, gradients)  # a backward pass leaves gradients in the heap
     return Candidate(
         "coconet",
         load=lambda: load_gradients(problem, [p.grad for p in parameters]),
@@ -102,11 +104,13 @@ def layout_counts(problem: Problem) -> list[int]:
     """Elements of each parameter tensor."""
     if problem.layout == "flat":
         return [problem.count]
-    shape = _bert_counts()
-    scaled = [max(1, n * problem.count // sum(shape)) for n in shape]
-    largest = scaled.index(max(scaled))
-    scaled[largest] += problem.count - sum(scaled)
-    return scaled
+    bert = _bert_counts()
+    spare = problem.count - len(bert)  # beside one element each
+    if spare < 0:
+        raise BenchError(f"layout bert needs at least {len(bert)} parameters, not {problem.count}")
+    counts = [1 + n * spare // sum(bert) for n in bert]
+    counts[0] += problem.count - sum(counts)
+    return counts
 
 
 def _bert_counts() -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +19,7 @@ from ..model import Buffers, Candidate, Problem
 from . import Peer
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default
+UNPINNED_BYTES = 1 << 20  # with larger tensors gloo is at its best on one core per rank
 # torch 2.13 renamed them
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -29,9 +32,10 @@ def missing() -> str | None:
 def all_reduce(problem: Problem, buffers: Buffers) -> list[Candidate]:
     (x,) = buffers.private("x", [problem.count], problem.dtype)
     values = tile(problem.rank, problem.dtype)
-    return [
+    return _unpinned_too(
+        problem,
         Candidate("gloo", lambda: fill([x], values), lambda: dist.all_reduce(x), lambda: [x]),
-    ]
+    )
 
 
 def reduce_scatter(problem: Problem, buffers: Buffers) -> list[Candidate]:
@@ -42,12 +46,13 @@ def reduce_scatter(problem: Problem, buffers: Buffers) -> list[Candidate]:
     def load() -> None:
         fill([x], values)
 
-    return [
+    return _unpinned_too(
+        problem,
         Candidate("gloo all_reduce", load, lambda: dist.all_reduce(x), lambda: [x[problem.shard]]),
         Candidate(
             "gloo reduce_scatter", load, lambda: reduce_scatter_single(out, x), lambda: [out]
         ),
-    ]
+    )
 
 
 def all_gather(problem: Problem, buffers: Buffers) -> list[Candidate]:
@@ -59,10 +64,11 @@ def all_gather(problem: Problem, buffers: Buffers) -> list[Candidate]:
     def load() -> None:
         fill([x], values, problem.shard.start)
 
-    return [
+    return _unpinned_too(
+        problem,
         Candidate("gloo all_gather", load, lambda: dist.all_gather(pieces, x), lambda: [out]),
         Candidate("gloo all_gather flat", load, lambda: all_gather_single(out, x), lambda: [out]),
-    ]
+    )
 
 
 def rs_adam_ag(problem: Problem, buffers: Buffers) -> list[Candidate]:
@@ -93,8 +99,16 @@ def rs_adam_ag(problem: Problem, buffers: Buffers) -> list[Candidate]:
     whole = candidate("gloo + Adam(fused)", [flat])
     buckets = list(flat.split(BUCKET_BYTES // problem.dtype.itemsize))
     if len(buckets) == 1:
-        return [whole]
+        return _unpinned_too(problem, whole)
     return [whole, candidate("gloo 25 MB + Adam(fused)", buckets)]
+
+
+def _unpinned_too(problem: Problem, *candidates: Candidate) -> list[Candidate]:
+    """Small messages wait for gloo's threads, which wake up sooner where they may change cores."""
+    if problem.bytes > UNPINNED_BYTES:
+        return list(candidates)
+    free = [replace(c, name=f"{c.name} unpinned", pinned=False) for c in candidates]
+    return [*candidates, *free]
 
 
 class _Adam:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,10 +16,8 @@ from ..rs_adam_ag import (
     AdamState,
     check_grad,
     check_params,
-    is_dense,
-    like_layout,
     make_hyper,
-    memory_order,
+    rs_adam_ag_,
     step,
 )
 
@@ -36,8 +35,9 @@ class _Shard:
 
     def rehome(self, comm: Communicator) -> None:
         """Moves the weights into the heap and gives every gradient a buffer there."""
-        self.weights = [_heap_like(comm, p) for p in self.params]
-        self.gradients = [_heap_like(comm, p) for p in self.params]
+        dtype, layouts = self.state.dtype, self.state.layouts
+        self.weights = [_heap_tensor(comm, dtype, *layout) for layout in layouts]
+        self.gradients = [_heap_tensor(comm, dtype, *layout) for layout in layouts]
         self.homes = _C.Homes(self.weights, self.gradients)
         for p, weight, gradient in zip(self.params, self.weights, self.gradients, strict=True):
             _move_in(p, weight)
@@ -57,21 +57,7 @@ class _Shard:
         if replaced:
             self.state.reload_master(self.params, set(replaced))
         for i in foreign:
-            self.gradients[i].copy_(self.params[i].grad)
-            self.params[i].grad = self.gradients[i]
-
-    def private_gradients(self, comm: Communicator) -> list[torch.Tensor | None]:
-        """The gradients where they are, in the layout of their weights."""
-        grads = [p.grad for p in self.params]
-        with checks.arguments(comm, "rs_adam_ag_"):
-            for i, (p, g) in enumerate(zip(self.params, grads, strict=True)):
-                if not is_dense(p):
-                    raise ValueError(f"{_NAME}: params[{i}] is not dense; use rehome=True")
-                if g is not None:
-                    check_grad(comm, i, p, g)
-        return [
-            g if g is None else like_layout(g, p) for p, g in zip(self.params, grads, strict=True)
-        ]
+            _move_gradient_in(self.params[i], self.gradients[i])
 
 
 class DistributedFusedAdam(torch.optim.Optimizer):
@@ -125,6 +111,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._broadcast_params = broadcast_params
         self._rehome = rehome
         self._shards: list[_Shard] = []
+        self._constructed = False
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -136,12 +123,13 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             super().__init__(params, defaults)
         for index in range(len(self.param_groups)):
             self._adopt(index)
+        self._constructed = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim; collective."""
         super().add_param_group(param_group)
-        # The first groups are adopted when all of them are known to be good.
-        if self._shards:
+        # The constructor adopts its groups when all of them are known to be good.
+        if self._constructed:
             self._adopt(len(self.param_groups) - 1)
 
     @torch.no_grad()
@@ -153,27 +141,26 @@ class DistributedFusedAdam(torch.optim.Optimizer):
                 by_dtype.setdefault(p.dtype, []).append(p)
             for params in by_dtype.values():
                 check_params(self._comm, params)
-            self._hyper(group)
-        _compare(self._comm, index, group["params"], values=not self._broadcast_params)
-        if self._broadcast_params:
-            for p in group["params"]:
-                _broadcast(self._comm, p)
+            make_hyper(**self._hyperparameters(group))
         for params in by_dtype.values():
             shard = _Shard(self._comm, group, params)
+            if self._broadcast_params:
+                for p in params:
+                    _broadcast(self._comm, p)
+                shard.state.reload_master(params)
+            else:
+                _compare(self._comm, index, params)
             if self._rehome:
                 shard.rehome(self._comm)
             self._shards.append(shard)
 
-    def _hyper(self, group: dict[str, Any]) -> _C.AdamHyper:
-        return make_hyper(
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            adam_w_mode=self._adam_w_mode,
-            bias_correction=group["bias_correction"],
-            average_grads=self._average_grads,
-        )
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        names = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+        return {
+            **{name: group[name] for name in names},
+            "adam_w_mode": self._adam_w_mode,
+            "average_grads": self._average_grads,
+        }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -183,13 +170,15 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for shard in self._shards:
-            with checks.arguments(self._comm, "rs_adam_ag_"):
-                hyper = self._hyper(shard.group)
+            hyper = self._hyperparameters(shard.group)
             if shard.homes is None:
-                step(shard.state, shard.params, shard.private_gradients(self._comm), hyper)
-            else:
-                shard.take_up_strays(self._comm)
-                step(shard.state, shard.params, None, hyper)
+                grads = [p.grad for p in shard.params]
+                rs_adam_ag_(shard.params, grads, shard.state, **hyper)
+                continue
+            with checks.arguments(self._comm, "rs_adam_ag_"):
+                checked = make_hyper(**hyper)
+            shard.take_up_strays(self._comm)
+            step(shard.state, shard.params, None, checked)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,10 +192,10 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         )
 
 
-def _heap_like(comm: Communicator, p: torch.Tensor) -> torch.Tensor:
-    """A heap tensor with the shape of p, and its layout where that is dense."""
-    home = comm.empty(p.numel(), dtype=p.dtype)
-    return home.as_strided(p.shape, p.stride()) if is_dense(p) else home.view(p.shape)
+def _heap_tensor(
+    comm: Communicator, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> torch.Tensor:
+    return comm.empty(math.prod(shape), dtype=dtype).as_strided(shape, strides)
 
 
 def _move_in(p: torch.Tensor, home: torch.Tensor) -> None:
@@ -214,13 +203,20 @@ def _move_in(p: torch.Tensor, home: torch.Tensor) -> None:
     p.data = home
 
 
+def _move_gradient_in(p: torch.Tensor, home: torch.Tensor) -> None:
+    home.copy_(p.grad)
+    # An alias: whatever is done to p.grad, its data re-pointed even, home stays what it is.
+    p.grad = home.detach()
+
+
 def _keep_gradient_in(home: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    address = home.data_ptr()
+
     @torch.no_grad()
     def hook(p: torch.Tensor) -> None:
         # Sparse gradients are refused in step().
-        if p.grad is not home and p.grad.layout is torch.strided:
-            home.copy_(p.grad)
-            p.grad = home
+        if p.grad.layout is torch.strided and p.grad.data_ptr() != address:
+            _move_gradient_in(p, home)
 
     return hook
 
@@ -234,34 +230,22 @@ def _check_replaced(comm: Communicator, i: int, p: torch.Tensor, home: torch.Ten
         )
 
 
-def _compare(comm: Communicator, group: int, params: list[torch.Tensor], values: bool) -> None:
-    """Raises on every rank unless all ranks have the same parameters."""
-    counts = all_gather(torch.tensor([len(params)]), group=comm).tolist()
-    if len(set(counts)) > 1:
-        raise MismatchError(
-            f"{_NAME}: ranks disagree on the number of parameters in group {group}: {counts}"
-        )
-    table = torch.tensor(
-        [
-            [p.numel(), p.element_size(), _C.hash_bytes(p.contiguous()) if values else 0]
-            for p in params
-        ]
-    )
-    everyone = all_gather(table[None], group=comm)
-    differs = (everyone != everyone[0]).any(0)
+def _compare(comm: Communicator, group: int, params: list[torch.Tensor]) -> None:
+    """Raises on every rank unless all ranks have the same values."""
+    hashes = torch.tensor([_C.hash_bytes(p.contiguous()) for p in params])
+    everyone = all_gather(hashes[None], group=comm)
+    differs = everyone != everyone[0]
     if not differs.any():
         return
-    index, column = (int(i) for i in differs.nonzero()[0])
-    what = ("number of elements", "dtype", "values")[column]
-    ranks = (everyone[:, index, column] != everyone[0, index, column]).nonzero().flatten().tolist()
+    index = int(differs.any(0).nonzero()[0])
     raise MismatchError(
-        f"{_NAME}: parameter {index} of group {group} (shape {list(params[index].shape)} on rank "
-        f"{comm.rank}) has other {what} on ranks {ranks} than on rank 0"
-        + ("; broadcast_params=True starts from rank 0's" if column == 2 else "")
+        f"{_NAME}: parameter {index} of group {group} (shape {list(params[index].shape)}) has "
+        f"other values on ranks {differs[:, index].nonzero().flatten().tolist()} than on rank 0; "
+        "broadcast_params=True starts from rank 0's"
     )
 
 
 def _broadcast(comm: Communicator, p: torch.Tensor) -> None:
-    flat = memory_order(p if is_dense(p) else p.contiguous())
-    first = all_gather(flat if comm.rank == 0 else flat[:0], group=comm)
-    p.copy_(first.as_strided(p.shape, p.stride()) if is_dense(p) else first.view(p.shape))
+    """Rank 0's values, as the only shard with rows."""
+    flat = p.detach().reshape(-1)
+    p.copy_(all_gather(flat if comm.rank == 0 else flat[:0], group=comm).view(p.shape))

@@ -28,7 +28,7 @@ enum class DType : int32_t {
     boolean,
     c64,
     c128,
-    other
+    other  // and above: a dtype of the layer above, by its number there
 };
 constexpr int kNumComputeDTypes = 3;
 

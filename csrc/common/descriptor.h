@@ -1,6 +1,7 @@
 // What the fields of a call's descriptor mean, and how ranks that disagree are told so.
 #pragma once
 
+#include <functional>
 #include <string>
 
 #include "common/layout.h"
@@ -17,6 +18,8 @@ struct FieldSpec {
 
 const char* op_name(OpCode op);
 const char* dtype_name(DType dtype);
+// Names the dtypes from DType::other on; set by the layer above.
+extern const char* (*other_dtype_name)(int number);
 // num_fields fields; the last one may be a shape, which takes all that remain.
 const FieldSpec* op_fields(OpCode op);
 
@@ -49,6 +52,9 @@ class DescriptorBuilder {
     }
     Descriptor d;
 };
+
+// One value per rank, as "4 on rank 0; 5 on ranks 1, 2".
+std::string by_value(int world, const std::function<std::string(int)>& value);
 
 // Empty when all ranks agree; otherwise what they disagree about.
 std::string disagreement(const Descriptor* const* ranks, int world);

@@ -125,7 +125,7 @@ void Channel::wait_long(int peer, Phase phase, uint32_t want) {
         s.waiters.fetch_sub(1, std::memory_order_relaxed);
         if (arrived()) return;
         if (interrupt_requested && interrupt_requested()) fail_interrupted();
-        check_peers(peer, phase, want);
+        check_peers(phase, want);
         if (arrived()) return;
         if (now_ns() - start > timeout_ns_) {
             char text[256];
@@ -139,27 +139,31 @@ void Channel::wait_long(int peer, Phase phase, uint32_t want) {
     }
 }
 
-void Channel::check_peers(int peer, Phase phase, uint32_t want) {
-    Signal& s = blocks_[peer]->signals[phase];
+void Channel::check_peers(Phase phase, uint32_t want) {
     char text[sizeof(Failure::text)];
-    for (int q = 0; q < world; ++q) {
-        const Failure& failure = blocks_[q]->failure;
-        if (q == rank || !failure.set.load(std::memory_order_acquire)) continue;
-        snprintf(text, sizeof text, "%s on rank %d: rank %d reported: %.900s", op_name, rank, q,
+    for (int peer = 0; peer < world; ++peer) {
+        const Failure& failure = blocks_[peer]->failure;
+        if (peer == rank || !failure.set.load(std::memory_order_acquire)) continue;
+        snprintf(text, sizeof text, "%s on rank %d: rank %d reported: %.900s", op_name, rank, peer,
                  failure.text);
         fail(failure.kind, text);
     }
-    const char* how = blocks_[peer]->closed.load(std::memory_order_acquire)
-                          ? "closed its communicator or exited"
-                      : liveness_.alive(peer) ? nullptr
-                                              : "died";
-    // A peer may have done its part before it went.
-    const uint32_t seen = s.value.load(std::memory_order_acquire);
-    if (how == nullptr || reached(seen, want)) return;
-    snprintf(text, sizeof text,
-             "%s on rank %d: rank %d %s; it was awaited in phase %s: expected %u, seen %u", op_name,
-             rank, peer, how, kPhaseNames[phase], want, seen);
-    fail(FailureKind::peer_lost, text);
+    // Every peer, not only the awaited one: that one may be busy for long before it misses the
+    // lost.
+    for (int peer = 0; peer < world; ++peer) {
+        if (peer == rank) continue;
+        const char* how = blocks_[peer]->closed.load(std::memory_order_acquire)
+                              ? "closed its communicator or exited"
+                          : liveness_.alive(peer) ? nullptr
+                                                  : "died";
+        // A peer may have done its part before it went.
+        const uint32_t seen = blocks_[peer]->signals[phase].value.load(std::memory_order_acquire);
+        if (how == nullptr || reached(seen, want)) continue;
+        snprintf(text, sizeof text,
+                 "%s on rank %d: rank %d %s; it was awaited in phase %s: expected %u, seen %u",
+                 op_name, rank, peer, how, kPhaseNames[phase], want, seen);
+        fail(FailureKind::peer_lost, text);
+    }
 }
 
 void Channel::fail(FailureKind kind, const char* text) {

@@ -74,7 +74,7 @@ class Channel {
 
   private:
     void wait_long(int peer, Phase phase, uint32_t want);
-    void check_peers(int peer, Phase phase, uint32_t want);
+    void check_peers(Phase phase, uint32_t want);
 
     ControlBlock* blocks_[kMaxRanks];
     Liveness& liveness_;

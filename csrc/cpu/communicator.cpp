@@ -77,6 +77,16 @@ void Communicator::shut(ErrorKind kind, const std::string& cause) {
     peers_.clear();
 }
 
+void Communicator::abandon(const char* cause) {
+    const std::string text = std::string(channel_->op_name) + " on rank " + std::to_string(rank) +
+                             " failed inside the call: " + cause;
+    try {
+        channel_->fail(FailureKind::peer_lost, text.c_str());
+    } catch (const Error&) {
+        shut(ErrorKind::communicator, text);
+    }
+}
+
 void Communicator::close() {
     std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
     // In a forked child another thread of the parent may have held the lock for ever.

@@ -48,6 +48,10 @@ class Communicator {
             if (error.kind != ErrorKind::mismatch && error.kind != ErrorKind::heap_exhausted)
                 shut(error.kind, error.what());
             throw;
+        } catch (const std::exception& error) {
+            // Such as no memory for an output. The peers must not wait for this rank.
+            abandon(error.what());
+            throw;
         }
     }
 
@@ -81,6 +85,7 @@ class Communicator {
   private:
     void check_usable(OpCode op) const;
     void shut(ErrorKind kind, const std::string& cause);
+    void abandon(const char* cause);
     bool forked() const;
     ControlBlock* control(int r) const;
 
@@ -91,7 +96,6 @@ class Communicator {
     std::vector<std::unique_ptr<Segment>> peers_;  // the others
     std::unique_ptr<Liveness> liveness_;
     std::unique_ptr<Channel> channel_;
-    std::recursive_mutex close_mutex_;
     std::mutex mutex_;
     std::string cause_;
     ErrorKind cause_kind_ = ErrorKind::communicator;

@@ -56,7 +56,7 @@ struct Kernels {
     void (*rs_adam_ag_staged[kNumComputeDTypes])(Channel&, const AdamArgs&);
 };
 
-// The variant for this processor.
+// The variant for this processor, or the portable one where COCONET_ISA=portable asks for it.
 const Kernels& kernels();
 
 namespace avx2 {

@@ -52,10 +52,10 @@ void check_sizes(Communicator& comm, int tensors, const TensorEntry* const* entr
             if (entries[r][t].numel == entries[0][t].numel) continue;
             comm.channel().leave();
             throw Error(ErrorKind::mismatch,
-                        "rs_adam_ag_: ranks disagree on the size of parameter " +
-                            std::to_string(t) + ": " + std::to_string(entries[0][t].numel) +
-                            " elements on rank 0; " + std::to_string(entries[r][t].numel) +
-                            " on rank " + std::to_string(r));
+                        "rs_adam_ag_: ranks disagree on the number of elements of params[" +
+                            std::to_string(t) + "]: " + by_value(comm.world, [&](int rank) {
+                                return std::to_string(entries[rank][t].numel);
+                            }));
         }
 }
 

@@ -1,0 +1,385 @@
+"""The benchmark: its arithmetic, its check, and its command line from start to Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from coconet_ops.bench import __main__ as command
+from coconet_ops.bench import cases, peers
+from coconet_ops.bench.check import PERIOD, check, fill, first_error, tile
+from coconet_ops.bench.limits import placement
+from coconet_ops.bench.model import BenchError, Candidate, Expected, Problem
+from coconet_ops.bench.report import Row
+from coconet_ops.bench.timing import Samples, best_of_peers, median_interval
+from coconet_ops.bench.units import format_size, format_time, parse_size
+
+QUICK = ["-n", "2", "-w", "1", "--repetitions", "2"]
+
+
+# --- units ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("4K", 4096),
+        ("16m", 16 << 20),
+        ("1G", 1 << 30),
+        ("1.5K", 1536),
+        ("8MB", 8 << 20),
+    ],
+)
+def test_parse_size(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-4K", "4T", "0.3", "K", "nan", "inf", "4 apples"])
+def test_parse_size_rejects(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+        parse_size(text)
+
+
+def test_format():
+    assert [format_size(n) for n in (12, 4096, 16 << 20, 3 << 30)] == ["12", "4K", "16M", "3G"]
+    assert [format_time(t) for t in (2e-6, 1.5e-3, 2)] == ["2 µs", "1.5 ms", "2 s"]
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+def test_median_interval_on_known_data():
+    interval = median_interval([9, 1, 8, 2, 7, 3, 6, 4, 5])
+    assert (interval.low, interval.median, interval.high) == (2, 5, 8)
+    assert median_interval([3.0]).low == median_interval([3.0]).high == 3.0
+
+
+def test_median_interval_covers_the_true_median():
+    generator = random.Random(0)
+    covered = 0
+    for _ in range(1000):
+        interval = median_interval([generator.expovariate(1) for _ in range(20)])
+        covered += interval.low <= 0.6931 <= interval.high
+    assert covered >= 945
+
+
+def test_ratio_is_of_pairs():
+    """The machine became three times slower half-way: the ratio doesn't care."""
+    fast = [1.0] * 6 + [3.0] * 6
+    samples = Samples(seconds={"fast": fast, "slow": [2 * t for t in fast]})
+    ratio = samples.ratio("slow", "fast")
+    assert (ratio.low, ratio.median, ratio.high) == (2, 2, 2)
+    assert ratio.narrower_than(0.01)
+
+
+def test_baseline_is_the_best_of_each_peer():
+    names = {"own": "", "a slow": "a", "a fast": "a", "b": "b"}
+    candidates = [Candidate(name, None, None, None, peer=peer) for name, peer in names.items()]
+    samples = Samples(seconds={"own": [1], "a slow": [5], "a fast": [3], "b": [9]})
+    assert best_of_peers(candidates, samples) == {"a": "a fast", "b": "b"}
+
+
+def test_placement():
+    assert placement([120, 130]) == "near"
+    assert placement([400, 420]) == "far"
+    assert placement([120, 400]) == "50% near"
+    assert placement([0, 0]) == ""
+
+
+# --- bandwidths and floors -----------------------------------------------------------------------
+
+
+def problem_of(op, world, count=1 << 20, dtype=torch.float32, rank=0, layout="flat"):
+    return Problem(op, dtype, layout, count, SimpleNamespace(world_size=world, rank=rank))
+
+
+@pytest.mark.parametrize(
+    ("op", "world", "bus"),
+    [
+        ("all_reduce", 2, 1.0),
+        ("all_reduce", 4, 1.5),
+        ("reduce_scatter", 4, 0.75),
+        ("all_gather", 2, 0.5),
+        ("rs_adam_ag", 4, 1.5),
+    ],
+)
+def test_bandwidths(op, world, bus):
+    case = cases.find()[op]
+    row = Row(
+        op=op,
+        dtype="float32",
+        layout="flat",
+        unit="bytes",
+        count=250_000_000,
+        bytes=1_000_000_000,
+        world=world,
+        candidate="x",
+        peer="",
+        baseline=False,
+        calls_per_sample=1,
+        seconds=[0.5],
+        first_call=[0.5],
+        ping_ns=[0.0],
+        moved_bytes=0,
+        bus_factor=case.bus_factor(world),
+        speedup={},
+    )
+    assert row.algbw == pytest.approx(2.0)
+    assert row.busbw == pytest.approx(2.0 * bus)
+
+
+@pytest.mark.parametrize(
+    ("op", "world", "dtype", "per_element"),
+    [
+        ("all_reduce", 1, torch.float32, 0),
+        ("all_reduce", 2, torch.float32, 8),
+        ("all_reduce", 4, torch.bfloat16, 4),
+        ("reduce_scatter", 2, torch.float32, 6),
+        ("all_gather", 2, torch.float16, 4),
+        ("rs_adam_ag", 1, torch.float32, 28),
+        ("rs_adam_ag", 2, torch.float32, 18),
+        ("rs_adam_ag", 2, torch.bfloat16, 16),
+    ],
+)
+def test_floor(op, world, dtype, per_element):
+    problem = problem_of(op, world, count=1000, dtype=dtype)
+    assert cases.find()[op].moved_bytes(problem) == 1000 * per_element
+
+
+@pytest.mark.parametrize("count", [200, 12345, 1 << 20])
+def test_bert_layout(count):
+    from coconet_ops.bench.cases.rs_adam_ag import layout_counts
+
+    counts = layout_counts(problem_of("rs_adam_ag", 2, count=count, layout="bert"))
+    assert len(counts) == 200
+    assert sum(counts) == count
+    assert min(counts) >= 1
+
+
+def test_every_op_has_a_baseline():
+    assert set(peers.find()["gloo"].factories) == set(cases.find())
+
+
+# --- the check -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 5, PERIOD - 1, 10 * PERIOD + 3])
+def test_fill_and_compare_agree(start):
+    values = tile(0, torch.float32)
+    sizes = [1, PERIOD, 70 * PERIOD + 11, 3]
+    pieces = [torch.empty(n) for n in sizes]
+    fill(pieces, values, start)
+    indices = (torch.arange(sum(sizes)) + start) % PERIOD
+    assert torch.equal(torch.cat(pieces), values[indices])
+
+    exact = Expected(values.double(), torch.zeros(PERIOD, dtype=torch.float64), start)
+    assert first_error(pieces, exact) is None
+    pieces[2][-1] += 1
+    assert f"element {sum(sizes[:3]) - 1} " in first_error(pieces, exact)
+    pieces[1][7] = float("nan")
+    assert "element 8 is nan" in first_error(pieces, exact)
+
+
+def check_in_ranks(broken_rank, error):
+    import torch.distributed as dist
+
+    problem = problem_of("all_reduce", dist.get_world_size(), 1000, rank=dist.get_rank())
+    x = torch.empty(1000)
+
+    def run():
+        dist.all_reduce(x)
+        if problem.rank == broken_rank:
+            x[123] += error
+
+    candidate = Candidate(
+        "maybe broken", lambda: fill([x], tile(problem.rank, x.dtype)), run, lambda: [x]
+    )
+    try:
+        check(problem, candidate, cases.find()["all_reduce"].expected(problem), calls=1)
+    except BenchError as complaint:
+        return str(complaint)
+    return None
+
+
+def test_check_catches_a_wrong_candidate(run_few):
+    assert set(run_few(check_in_ranks, None, 0.0)) == {None}
+    for answer in run_few(check_in_ranks, 1, 1e-4):
+        assert "wrong answer from 'maybe broken'" in answer
+        assert "on rank 1: element 123 is" in answer
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def start(arguments, folder, program=("-m", "coconet_ops.bench")):
+    return subprocess.Popen(
+        [sys.executable, *program, *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # a test run in the background would hand on that it ignores Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def finish(process):
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+def ranks_of(process):
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+def await_row(process):
+    """Until the first row is measured: the ranks are in full swing."""
+    for line in process.stdout:
+        if line.startswith("all_reduce"):
+            return
+    pytest.fail(f"no row: {finish(process)}")
+
+
+def assert_gone(processes):
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert not alive
+
+
+def test_whole_run(tmp_path):
+    options = ["-b", "1000", "-e", "4000", "--dtype", "float32,bfloat16,float16", *QUICK]
+    code, out, err = finish(start(["all", *options], tmp_path))
+    assert code == 0, err
+    for op in cases.find():
+        assert f"{op} bfloat16, 2 ranks" in out
+    assert "copy limit:" in out
+
+    record = json.loads(Path(tmp_path, "bench-results/all.json").read_text())
+    assert record["copy_limit"]["moved_gbps"] == 2 * record["copy_limit"]["copied_gbps"] > 0
+    rows = record["rows"]
+    assert {(row["op"], row["dtype"]) for row in rows} == {
+        (op, dtype) for op in cases.find() for dtype in ("float32", "bfloat16", "float16")
+    }
+    for row in rows:
+        assert len(row["seconds"]) == 2
+        assert row["time"]["low"] <= row["time"]["median"] <= row["time"]["high"]
+        assert set(row["speedup"]) == (set() if row["peer"] else {"gloo"})
+    assert Path(tmp_path, "bench-results/all.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_other_world_sizes(tmp_path, ranks):
+    arguments = ["all", "--ranks", str(ranks), "-b", "1000", *QUICK]
+    code, _, err = finish(start(arguments, tmp_path))
+    assert code == 0, err
+
+
+def test_under_torchrun(tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["reduce_scatter", "-b", "4K", *QUICK, "--json", "r.json", "--plot", "r.png"]
+    process = start(arguments, tmp_path, (*torchrun, "-m", "coconet_ops.bench"))
+    code, out, err = finish(process)
+    assert code == 0, err
+    assert out.count("reduce_scatter float32, 2 ranks") == 1  # only rank 0 speaks
+    assert json.loads(Path(tmp_path, "r.json").read_text())["world_size"] == 2
+    assert Path(tmp_path, "r.png").exists()
+
+
+def test_wrong_answer_ends_the_run(tmp_path):
+    # spawned ranks import the script too, so the broken op reaches them
+    Path(tmp_path, "broken.py").write_text(
+        "import sys\n"
+        "import coconet_ops as co\n"
+        "from coconet_ops.bench.__main__ import main\n"
+        "co.all_reduce_ = lambda x, group: x.add_(1)\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(main(sys.argv[1:]))\n"
+    )
+    arguments = ["all_reduce", "-b", "4K", *QUICK]
+    code, out, err = finish(start(arguments, tmp_path, ["broken.py"]))
+    assert code == 1
+    assert "coconet-bench: all_reduce: wrong answer from 'coconet private'" in err
+    assert "Traceback" not in err
+    assert "µs" not in out
+    assert not list(Path(tmp_path, "bench-results").iterdir())
+
+
+def test_interrupt_leaves_nothing(tmp_path):
+    process = start(["all_reduce", "-b", "4K", "-e", "256M", "--no-check"], tmp_path)
+    await_row(process)
+    ranks = ranks_of(process)
+    assert len(ranks) == 2
+    os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+    code, _, err = finish(process)
+    assert code == 130
+    assert err.strip() == "interrupted"
+    assert_gone(ranks)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_die_with_the_command(tmp_path, number):
+    process = start(["all_reduce", "-b", "4K", "-e", "256M", "--no-check"], tmp_path)
+    await_row(process)
+    ranks = ranks_of(process)
+    process.send_signal(number)
+    assert_gone(ranks)
+    finish(process)
+
+
+def test_lost_rank_is_an_error(tmp_path):
+    process = start(["all_reduce", "-b", "4K", "-e", "256M", "--no-check"], tmp_path)
+    await_row(process)
+    ranks = ranks_of(process)
+    ranks[1].kill()
+    code, _, err = finish(process)
+    assert code == 1
+    assert "coconet-bench: rank" in err
+    assert_gone(ranks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_op"], "invalid choice"),
+        (["all", "-b", "1M", "-e", "1K"], "is larger than"),
+        (["all", "-b", "big"], "is no size"),
+        (["all", "--dtype", "float32,int8"], "'int8' is not one of"),
+        (["all", "--vs", "nobody"], "'nobody' is not one of"),
+        (["all", "--ranks", "0"], "whole number from 1"),
+        (["all", "-f", "1"], "whole number from 2"),
+        (["all", "--json", "/proc/nothing/here.json"], "can't write"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        command.main(arguments)
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_packages(monkeypatch, capsys):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert command.main(["all"]) == 1
+    assert "pip install coconet_ops[bench]" in capsys.readouterr().err
+
+
+def test_peer_that_cannot_run(monkeypatch, capsys):
+    absent = peers.Peer("absent", lambda: "it is not installed", {})
+    monkeypatch.setattr(peers, "find", lambda: {"absent": absent})
+    with pytest.raises(SystemExit):
+        command.main(["all", "--vs", "absent"])
+    assert "--vs absent: it is not installed" in capsys.readouterr().err
