@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.ticker import FuncFormatter, NullLocator  # noqa: E402
 
-from .units import format_size, format_time  # noqa: E402
+from .units import format_ranks, format_size, format_time  # noqa: E402
 
 if TYPE_CHECKING:
     from .report import Row
@@ -47,7 +47,9 @@ def draw(rows: list[Row], moved_per_second: float, path: Path) -> None:
         axis.set_axis_off()
     for axis, (title, group) in zip(axes.flat, panels, strict=False):
         _panel(axis, title, group, moved_per_second)
-    figure.suptitle(f"{rows[0].world} ranks, {moved_per_second / 1e9:.1f} GB/s copy limit per rank")
+    figure.suptitle(
+        f"{format_ranks(rows[0].world)}, {moved_per_second / 1e9:.1f} GB/s copy limit per rank"
+    )
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -74,6 +76,7 @@ def _panel(axis: Axes, title: str, rows: list[Row], moved_per_second: float) -> 
             ha="center",
             fontsize=8,
             color=OWN_COLORS[0],
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"},
         )
     floor = {row.size: row.moved_bytes / moved_per_second for row in rows if row.moved_bytes}
     if floor:

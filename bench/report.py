@@ -22,7 +22,7 @@ import coconet_ops as co
 from .limits import CopyLimit, placement
 from .model import Case, Problem
 from .timing import Interval, median_interval
-from .units import format_size, format_time
+from .units import format_ranks, format_size, format_time
 
 PLAIN_WIDTH = 140  # of the table where the output is no terminal
 BUSY = 1.0  # load average before the run that makes its times doubtful
@@ -174,7 +174,9 @@ def _table(rows: list[Row], limit: CopyLimit) -> Table:
     first = rows[0]
     peers = list(dict.fromkeys(row.peer for row in rows if row.peer))
     optimizer = first.unit == "parameters"
-    table = Table(title=f"{first.op} {first.dtype}, {first.world} ranks", title_justify="left")
+    table = Table(
+        title=f"{first.op} {first.dtype}, {format_ranks(first.world)}", title_justify="left"
+    )
     table.add_column("parameters" if optimizer else "bytes", justify="right")
     table.add_column("candidate", no_wrap=True)
     for heading in ("time", "first call", *_rates(optimizer), "copy limit"):

@@ -21,7 +21,7 @@ def parse_size(text: str) -> int:
 def format_size(size: float) -> str:
     """The largest of K, M, G that leaves a short number."""
     for suffix in ("", "K", "M"):
-        if size < 1024:
+        if size < 1023.5:  # a shard's rounding doesn't make 1M into 1024K
             return f"{size:.4g}{suffix}"
         size /= 1024
     return f"{size:.4g}G"
@@ -33,3 +33,7 @@ def format_time(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.3g} s"
+
+
+def format_ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"

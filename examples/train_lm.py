@@ -96,6 +96,7 @@ class Run:
         self.name = name
         self.losses: list[float] = []  # mean over the ranks
         self.seconds: list[tuple[float, float, float]] = []  # forward, backward, step
+        self.medians: dict[str, float] = {}  # by phase
         torch.manual_seed(args.seed)  # the same weights in every run and on every rank
         self.module = self.model = ByteLM(args.layers, args.dim, args.heads, args.seq)
         if name == BARE:
@@ -190,37 +191,34 @@ def train(args: argparse.Namespace, rank: int) -> int:
             if not console.is_terminal and step % math.ceil(args.steps / 10) == 0:
                 console.print(f"step {step + 1}/{args.steps}  {shown}")
 
-    phases = [run.phases() for run in runs]
-    if args.compare:
-        backward = bare.phases()["backward"]
-        for phase in phases:
-            phase["beyond backward"] = phase["backward + step"][::BARE_EVERY] - backward
-    medians = [{name: float(times.median()) for name, times in phase.items()} for phase in phases]
+    backward = bare.phases()["backward"] if args.compare else None
+    for run in runs:
+        phases = run.phases()
+        if args.compare:
+            phases["beyond backward"] = phases["backward + step"][::BARE_EVERY] - backward
+        run.medians = {name: float(seconds.median()) for name, seconds in phases.items()}
     curves = torch.tensor([run.losses for run in runs], dtype=torch.float64)
     gap = float((curves[0] - curves[-1]).abs().max())
     agree = gap <= args.tolerance  # False for nan too
     if rank == 0:
-        report(args, runs, medians, console)
+        report(args, runs, console)
         if args.compare:
             verdict = "within" if agree else "BEYOND"
             console.print(f"Losses differ by {gap:.1e} at most, {verdict} {args.tolerance:g}.")
     return int(args.compare and not agree)
 
 
-Medians = list[dict[str, float]]
-
-
-def report(args: argparse.Namespace, runs: list[Run], medians: Medians, console: Console) -> None:
+def report(args: argparse.Namespace, runs: list[Run], console: Console) -> None:
     """Print table and sample, write plot and JSON."""
     table = Table("", *(run.name for run in runs), *["ratio"] * (len(runs) - 1))
     for column in table.columns[1:]:
         column.justify = "right"
     table.add_row("first loss", *(f"{run.losses[0]:.4f}" for run in runs))
     table.add_row("last loss", *(f"{run.losses[-1]:.4f}" for run in runs))
-    rates = [args.ranks * args.batch * args.seq / times["whole step"] for times in medians]
-    table.add_row("tokens/s", *(f"{rate:,.0f}" for rate in rates))
-    for name in medians[0]:
-        times = [1e3 * median[name] for median in medians]
+    tokens = args.ranks * args.batch * args.seq
+    table.add_row("tokens/s", *(f"{tokens / run.medians['whole step']:,.0f}" for run in runs))
+    for name in runs[0].medians:
+        times = [1e3 * run.medians[name] for run in runs]
         comparable = name not in ("forward", "backward", "step") and times[0] > 0
         ratio = f"{times[-1] / times[0]:.2f}x" if comparable else ""
         cells = [f"{value:.2f}" for value in times] + [ratio] * (len(runs) - 1)
@@ -236,11 +234,8 @@ def report(args: argparse.Namespace, runs: list[Run], medians: Medians, console:
         draw_losses(args.plot, runs, args.tolerance)
         console.print(f"Loss curves: {args.plot}")
     if args.json:
-        records = {
-            run.name: {"losses": run.losses, "tokens_per_s": rate, "median_s": times}
-            for run, rate, times in zip(runs, rates, medians, strict=True)
-        }
-        args.json.write_text(json.dumps({"ranks": args.ranks, "runs": records}, indent=1))
+        records = {run.name: {"losses": run.losses, "median_s": run.medians} for run in runs}
+        args.json.write_text(json.dumps({"tokens_per_step": tokens, "runs": records}, indent=1))
 
 
 def draw_losses(path: Path, runs: list[Run], tolerance: float) -> None:

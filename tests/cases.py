@@ -18,6 +18,7 @@ PLACEMENTS = ("private", "heap", "mixed")  # mixed: in the heap on even ranks on
 LAYOUTS = ("contiguous", "transposed", "strided", "columns", "misaligned")
 
 SHAPES = ((), (0,), (1,), (129,), (1134,), (1023, 7), (3, 5, 7), (4, 0, 3), (2, 3, 4, 5))
+MANY_DIMENSIONS = (*(1,) * 36, 2, 3)
 LARGER_THAN_STAGING = 3_000_001
 
 # The result is an fp32 sum in rank order, rounded once to the dtype: half a unit in the last place,
@@ -90,14 +91,13 @@ def layouts(shape: Sequence[int]) -> Iterator[str]:
         yield layout
 
 
-def placed(comm, values: Tensor, placement: str, layout: str = "contiguous", shapes=()):
+def placed(comm, values: Tensor, placement: str, layout: str = "contiguous", most: int = 0):
     """A copy of values in private memory or in the heap, and the buffer under it. Collective.
-    shapes: those of all ranks, where they differ."""
+    most: elements of the largest buffer among the ranks, where they differ."""
     elements = room(values.shape, layout)
     buffer = torch.empty(elements, dtype=values.dtype)
     if placement != "private":
-        most = max([elements, *(room(shape, layout) for shape in shapes)])
-        heap = comm.empty(most, dtype=values.dtype)[:elements]
+        heap = comm.empty(max(most, elements), dtype=values.dtype)[:elements]
         if placement == "heap" or comm.rank % 2 == 0:
             buffer = heap
     buffer.fill_(77)

@@ -299,6 +299,13 @@ class RankPool:
             self._ranks.popitem()[1].close()
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WATCHDOG
+    while not condition():
+        assert time.monotonic() < deadline, "it doesn't happen"
+        time.sleep(0.005)
+
+
 def _shared_files() -> set[str]:
     """Names in /dev/shm, but for the locks of other programs that use multiprocessing."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}

@@ -56,7 +56,8 @@ def every_shape_dim_and_layout(dtype, placement):
             expected = torch.cat(shards, dim)
             for layout in cases.layouts(shapes[0]):
                 what = (around, sizes, dim, layout)
-                x, buffer = cases.placed(comm, shards[comm.rank], placement, layout, shapes)
+                most = max(cases.room(shape, layout) for shape in shapes)
+                x, buffer = cases.placed(comm, shards[comm.rank], placement, layout, most)
                 before = cases.bits(buffer)
                 cases.poison(comm, expected.nbytes)
                 y = co.all_gather(x, dim=dim, group=comm)
@@ -87,7 +88,8 @@ def every_dtype(placement):
             for dim in range(2):
                 shapes = [(3, size(rank))[:: 1 if dim else -1] for rank in range(comm.world_size)]
                 shards = [shard(shape, dtype, rank, seed) for rank, shape in enumerate(shapes)]
-                x, _ = cases.placed(comm, shards[comm.rank], placement, shapes=shapes)
+                most = max(part.numel() for part in shards)
+                x, _ = cases.placed(comm, shards[comm.rank], placement, most=most)
                 y = co.all_gather(x, dim=dim, group=comm)
                 assert y.dtype == dtype
                 assert cases.bits(y) == cases.bits(torch.cat(shards, dim)), (dtype, sizes, dim)
@@ -119,7 +121,7 @@ def large(placement):
     comm = communicator()
     rows = cases.LARGER_THAN_STAGING // 3
     own = torch.arange(rows * 3).view(3, rows)[:, : rows - comm.rank] + comm.rank
-    x, _ = cases.placed(comm, own.float(), placement, shapes=[(3, rows)])
+    x, _ = cases.placed(comm, own.float(), placement, most=3 * rows)
     y = co.all_gather(x, dim=1, group=comm)
     parts = y.split([rows - rank for rank in range(comm.world_size)], 1)
     for rank, got in enumerate(parts):
@@ -153,7 +155,7 @@ def sixteen():
     comm = co.Communicator(heap_bytes=8 << 20)
     for placement in PLACEMENTS:
         own = torch.full((comm.rank % 3, 5), comm.rank)
-        x, _ = cases.placed(comm, own, placement, shapes=[(2, 5)])
+        x, _ = cases.placed(comm, own, placement, most=10)
         y = co.all_gather(x, group=comm)
         assert y[:, 0].tolist() == [rank for rank in range(16) for _ in range(rank % 3)]
     comm.close()

@@ -56,9 +56,13 @@ def test_equals_float64_for_any_shape_and_layout(run, dtype, placement, op):
 
 
 def one_result_per_placement(dtype, shape):
+    """The sum in fp32, in rank order, rounded once."""
     comm = communicator()
     own = cases.normals(shape, dtype, comm.rank)
-    digests = set()
+    total = cases.normals(shape, dtype, 0).float()
+    for rank in range(1, comm.world_size):
+        total = total + cases.normals(shape, dtype, rank).float()
+    digests = {cases.digest(total.to(dtype))}
     for placement in PLACEMENTS:
         for layout in cases.layouts(shape):
             for _ in range(3):
@@ -182,6 +186,75 @@ def unusual_views():
 
 def test_expanded_negated_and_channels_last_views(run_few):
     run_few(unusual_views)
+
+
+def other_places():
+    """The operands of the ranks needn't lie at the same place of the heap."""
+    comm = communicator()
+    rank, world = comm.rank, comm.world_size
+    for step in range(2):
+        blocks = [comm.empty(500) for _ in range(world)]
+        for block in blocks:
+            block.fill_(-7)
+        x = blocks[rank][10 * rank + step : 10 * rank + step + 300]
+        x.copy_(torch.arange(300.0) + rank)
+        expected = torch.arange(300.0) * world + world * (world - 1) / 2
+        assert torch.equal(co.all_reduce(x, group=comm), expected)
+        y = co.reduce_scatter(x, group=comm)
+        assert torch.equal(y, expected.tensor_split(world)[rank])
+        assert torch.equal(co.all_gather(y, group=comm), expected)
+        assert torch.equal(co.all_reduce_(x, group=comm), expected)
+        for number, block in enumerate(blocks):
+            beside = 200 if number == rank else 500
+            assert (block == -7).sum() == beside, "wrote beside the tensor"
+
+
+def test_ranks_may_use_different_places_of_the_heap(run):
+    run(other_places)
+
+
+def many_dimensions():
+    comm = communicator()
+    shape = cases.MANY_DIMENSIONS
+    inputs = [cases.integers(shape, torch.float32, rank) for rank in range(comm.world_size)]
+    for placement in PLACEMENTS:
+        x, _ = cases.placed(comm, inputs[comm.rank], placement)
+        cases.assert_exact(co.all_reduce(x, group=comm), cases.reduced(inputs), placement)
+        part = co.reduce_scatter(x, dim=-2, group=comm)
+        total = cases.reduced(inputs).tensor_split(comm.world_size, -2)
+        cases.assert_exact(part, total[comm.rank], placement)
+        cases.assert_exact(
+            co.all_gather(x, dim=36, group=comm), torch.cat(inputs, 36).double(), placement
+        )
+
+
+def test_tensors_of_many_dimensions(run_few):
+    run_few(many_dimensions)
+
+
+def of_parameters():
+    """What people reduce beside plain tensors: parameters, their data, their gradients."""
+    comm = communicator()
+    p = torch.nn.Parameter(torch.ones(5))
+    p.sum().backward()
+    expected = torch.full((5,), float(comm.world_size))
+    co.all_reduce_(p.grad, group=comm)
+    assert torch.equal(p.grad, expected)
+    assert torch.equal(co.all_reduce(p.detach(), group=comm), expected)
+    with torch.no_grad():
+        assert torch.equal(co.all_reduce(p, group=comm), expected)
+        assert co.all_reduce_(p, group=comm) is p
+    assert torch.equal(p.detach(), expected)
+    co.all_reduce_(p.data, group=comm)
+    assert torch.equal(p.detach(), expected * comm.world_size)
+    with torch.inference_mode():
+        x = torch.ones(5)
+        assert torch.equal(co.all_reduce(x, group=comm), expected)
+        assert torch.equal(co.all_reduce_(x, group=comm), expected)
+
+
+def test_parameters_and_gradients(run_few):
+    run_few(of_parameters)
 
 
 def two_rows_share_memory():

@@ -169,6 +169,32 @@ def test_follows_float64_in_every_mode(run, dtype, options):
     assert_same_on_all_ranks(run(follows_float64, dtype, deliver_by_autograd, options))
 
 
+def layout_by_rank(dtype, options):
+    rank = dist.get_rank()
+    values = cases.normals((2, 3, 4, 5), dtype, 0, 1), cases.normals((129, 3), dtype, 0, 2)
+    params = [
+        nn.Parameter(
+            values[0].to(memory_format=torch.channels_last) if rank == 1 else values[0].clone()
+        ),
+        nn.Parameter(values[1].t().contiguous().t() if rank == 0 else values[1].clone()),
+    ]
+    optimizer = DistributedFusedAdam(params, lr=1e-2, **options)
+    oracle = Adam64(params)
+    for step in range(5):
+        own, averages = average_gradients(params, step)
+        deliver_by_autograd(optimizer, params, own)
+        optimizer.step()
+        oracle.step(averages, lr=1e-2)
+        check(params, oracle.params, f"step {step}")
+    return digest(params)
+
+
+@pytest.mark.parametrize("options", [{}, {"rehome": False}, {"broadcast_params": True}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
+def test_memory_formats_may_differ_between_ranks(run_few, dtype, options):
+    assert_same_on_all_ranks(run_few(layout_by_rank, dtype, options))
+
+
 def mixed_dtypes():
     """One optimizer over parameters of several dtypes."""
     params = [
@@ -397,6 +423,47 @@ def test_parameters_and_gradients_live_in_the_heap(run_few):
     run_few(lives_in_the_heap)
 
 
+def optimizers_come_and_go():
+    """What an optimizer took of the heap is free again when it is gone, though the model stays."""
+    comm = co.communicator()
+    model = nn.Linear(1000, 100)
+    for p in model.parameters():
+        nn.init.ones_(p)
+    allocated = []
+    for _ in range(4):
+        optimizer = DistributedFusedAdam(model.parameters(), lr=1e-2)
+        model(torch.ones(1000)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del optimizer
+        gc.collect()
+        comm.empty(1)
+        allocated.append(comm.heap_allocated)
+    assert len(set(allocated)) == 1, allocated
+
+
+def test_optimizers_of_one_model_come_and_go(run_few):
+    run_few(optimizers_come_and_go)
+
+
+def small_heap():
+    with co.Communicator(heap_bytes=4 << 20) as comm:
+        model = nn.Sequential(nn.Linear(100, 100), nn.Linear(1000, 1500))
+        for p in model.parameters():
+            nn.init.ones_(p)
+        before = digest(model.parameters())
+        name, message, _ = raised(
+            lambda: DistributedFusedAdam(model.parameters(), process_group=comm)
+        )
+        assert name == "MemoryError" and "heap_bytes" in message, (name, message)
+        assert digest(model.parameters()) == before
+        assert (co.all_reduce(torch.ones(9), group=comm) == comm.world_size).all()
+
+
+def test_heap_that_is_too_small_is_an_error_on_every_rank(run_few):
+    run_few(small_heap)
+
+
 def heap_does_not_grow():
     comm = co.communicator()
     params = odd_parameters(torch.float32)
@@ -544,6 +611,26 @@ def replaced_data(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
 def test_replaced_data_is_taken_up(run_few, dtype):
     assert_same_on_all_ranks(run_few(replaced_data, dtype))
+
+
+def replaced_by_something_else():
+    for value, error in (
+        (torch.ones(3), "ValueError"),
+        (torch.ones(4, 2), "ValueError"),
+        (torch.ones(2, 4).half(), "TypeError"),
+    ):
+        params = [nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(2, 4))]
+        optimizer = DistributedFusedAdam(params)
+        optimizer.step()
+        if dist.get_rank() == 1:
+            params[1].data = value
+        name, message, _ = raised(optimizer.step)
+        assert name == (error if dist.get_rank() == 1 else "MismatchError"), (name, message)
+        assert "params[1]" in message or "parameter 1" in message, message
+
+
+def test_data_replaced_by_another_shape_or_dtype_is_refused(run_few):
+    run_few(replaced_by_something_else)
 
 
 def loaded_weights():

@@ -9,12 +9,23 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import cases
 import pytest
 import torch
 import torch.distributed as dist
-from harness import gather_objects, leaked, raised, resources, run_fresh, run_script, values
+from harness import (
+    Ranks,
+    gather_objects,
+    leaked,
+    raised,
+    resources,
+    run_fresh,
+    run_script,
+    values,
+    wait_for,
+)
 
 import coconet_ops as co
 
@@ -143,6 +154,76 @@ def test_stopped_rank_times_out_on_all_survivors(
     for outcome in outcomes:
         check_survivor(outcome, kind, victim, "CommunicatorTimeout")
         assert 0.9 * timeout < outcome.value["elapsed"] < timeout + PROMPT
+
+
+def run_endlessly(comm, ready):
+    """Ops of all kinds."""
+    ops = [kind(comm, placement) for kind in (AllReduce, Adam) for placement in ("private", "heap")]
+    small = torch.ones(10)
+    while True:
+        for op in ops:
+            op()
+            op.check_readable()
+        comm.empty(1000)
+        co.all_gather(small, group=comm)
+        Path(ready).touch()
+
+
+def stream(ready):
+    """The error that ends the stream, that of the next call, and what is left."""
+    gather_objects(0)
+    before = resources()
+    comm = co.Communicator(heap_bytes=8 * MIB, timeout=timedelta(seconds=30))
+    name, message, _ = raised(partial(run_endlessly, comm, ready))
+    again = raised(comm.barrier)
+    del comm
+    return name, message, again, leaked(before)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_kill_at_any_moment(world_size, tmp_path):
+    for attempt in range(6):
+        ranks = Ranks(world_size)
+        ready = tmp_path / str(attempt)
+        ranks.start(stream, str(ready))
+        wait_for(ready.exists)
+        time.sleep(0.0137 * attempt)
+        ranks.signal(0, signal.SIGKILL)
+        outcomes = ranks.finish(without=[0])
+        for outcome in outcomes:
+            assert outcome.ok, outcome.describe()
+            name, message, again, leaks = outcome.value
+            assert name == "PeerLostError" and re.search(r"\brank 0\b", message), (name, message)
+            assert again[0] == "PeerLostError" and message in again[1]
+            assert leaks == {}
+        assert ranks.close() == [-signal.SIGKILL] + [0] * (world_size - 1)
+
+
+def paused():
+    comm = co.Communicator(heap_bytes=4 * MIB, timeout=timedelta(seconds=30))
+    x = comm.empty(1000).fill_(1)
+    end = time.monotonic() + 1.5
+    steps = 0
+    while not (co.all_reduce(torch.tensor([float(time.monotonic() > end)]), group=comm) > 0):
+        co.all_reduce_(x, op="avg", group=comm)
+        assert (x == 1).all()
+        steps += 1
+    comm.close()
+    return steps
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_stopped_rank_that_continues_in_time_does_no_harm(world_size):
+    ranks = Ranks(world_size)
+    ranks.start(paused)
+    for _ in range(3):
+        time.sleep(0.3)
+        ranks.signal(1, signal.SIGSTOP)
+        time.sleep(0.15)
+        ranks.signal(1, signal.SIGCONT)
+    steps = values(ranks.finish())
+    assert len(set(steps)) == 1 and steps[0] > 0
+    assert ranks.close() == [0] * world_size
 
 
 def beating(victim, number):

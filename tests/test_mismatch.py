@@ -131,7 +131,7 @@ CASES = {
     "dtype of all_gather that has no short name": (
         lambda c: c.all_gather(c.x.to(torch.float8_e4m3fn)),
         lambda c: c.all_gather(c.x.to(torch.float8_e5m2)),
-        ("float8_e4m3fn", "float8_e5m2"),
+        ("(?i)float8_e4m3fn", "(?i)float8_e5m2"),
     ),
     "size of all_gather": (
         lambda c: c.all_gather(size=6 * c.comm.world_size),
@@ -155,16 +155,6 @@ CASES = {
         lambda c: c.adam(),
         lambda c: c.adam(bias_correction=False),
         ("True", "False"),
-    ),
-    "layout of a parameter": (
-        lambda c: new_state_and_step(c, [torch.ones(3), torch.ones(4, 2)]),
-        lambda c: new_state_and_step(c, [torch.ones(3), torch.ones(2, 4).t()]),
-        (r"param.*\b1\b", "layout|strides"),
-    ),
-    "layout of the optimizer's parameters": (
-        lambda c: DistributedFusedAdam([nn.Parameter(torch.ones(4, 2))]),
-        lambda c: DistributedFusedAdam([nn.Parameter(torch.ones(2, 4).t())]),
-        ("parameter 0", "layout|strides"),
     ),
     "average_grads": (
         lambda c: c.adam(),
@@ -204,12 +194,12 @@ CASES = {
     "size of the optimizer's parameters": (
         lambda c: optimizer([(3,), (4,)]),
         lambda c: optimizer([(3,), (5,)]),
-        (r"parameter 1\b", r"parameter 1\b"),
+        (r"params\[1\].*\b4\b", r"params\[1\].*\b5\b"),
     ),
     "shape of the optimizer's parameters": (
         lambda c: optimizer([(3,), (4, 2)]),
         lambda c: optimizer([(3,), (2, 4)]),
-        (r"parameter 1\b", r"parameter 1\b"),
+        (r"params\[1\].*\b4, 2\b", r"params\[1\].*\b2, 4\b"),
     ),
 }
 
@@ -249,8 +239,6 @@ def test_ranks_that_disagree_are_told_who_has_what(pool, case, placement):
         for name, message, bases in results:
             assert name == "MismatchError" and "CommunicatorError" in bases, (name, message)
             assert re.search(usual, message) and re.search(unusual, message), message
-            if "optimizer" in case:
-                continue
             for rank in range(world_size):
                 assert re.search(rf"\branks? [\d, ]*\b{rank}\b", message), message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,10 +40,13 @@ class _Shard:
         self.weights = [_heap_tensor(comm, dtype, *layout) for layout in layouts]
         self.gradients = [_heap_tensor(comm, dtype, *layout) for layout in layouts]
         self.homes = _C.Homes(self.weights, self.gradients)
+        hooks = []
         for p, weight, gradient in zip(self.params, self.weights, self.gradients, strict=True):
             _move_in(p, weight)
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(_keep_gradient_in(gradient))
+                hooks.append(p.register_post_accumulate_grad_hook(_keep_gradient_in(gradient)))
+        # The hooks hold the gradient buffers; parameters outlive their optimizer.
+        weakref.finalize(self, _remove, hooks)
 
     def take_up_strays(self, comm: Communicator) -> None:
         """Copies in what the user assigned since: replaced weights, gradients of their own."""
@@ -190,6 +194,11 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         raise NotImplementedError(
             f"{_NAME}: loading the sharded state is not supported in this version"
         )
+
+
+def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _heap_tensor(

@@ -20,7 +20,9 @@ void run(Communicator& comm, const Operand& x, bool average, int64_t output, voi
     const int dtype = static_cast<int>(x.dtype);
     ReduceArgs args;
     args.scale = average ? 1.0f / comm.world : 1.0f;
-    args.stream = slices.slice * x.itemsize > kStreamBytes;
+    // In place, the lines to write were just read: they are in the cache already.
+    const bool in_place = comm.channel().descriptor(comm.rank).operands[1] >= 0;
+    args.stream = !in_place && slices.slice * x.itemsize > kStreamBytes;
     if (output >= 0) {
         args.num_dst = 0;
         args.dst[args.num_dst++] = comm.heap_of(comm.rank) + output;
