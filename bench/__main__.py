@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code:
         Console().show_cursor()  # rank 0 may have died while it drew its progress
     if code == INTERRUPTED:
-        print("interrupted", file=sys.stderr)
+        print("\ninterrupted", file=sys.stderr)
     return code
 
 

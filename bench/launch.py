@@ -44,7 +44,7 @@ def _join_torchrun(body: Callable[[T], None], settings: T) -> int:
 
 
 def _spawn(body: Callable[[T], None], settings: T, ranks: int) -> int:
-    # large tensors come from the heap and stay there, so that no call pays for fresh pages
+    # malloc keeps large blocks, so that no call pays for fresh pages
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 40))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 40))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name may not resolve

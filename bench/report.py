@@ -93,6 +93,7 @@ class Reporter:
             console=self._console,
             disable=comm.rank != 0,
             transient=True,
+            auto_refresh=False,  # a thread that draws would disturb the samples
         )
         self._task = self._progress.add_task("copy limit", total=problems)
         self._load = os.getloadavg()[0]  # of the last minute, so mostly not ours
@@ -113,12 +114,15 @@ class Reporter:
         """A row begins with its check."""
         self._title = _title(case, problem)
         self._number = number
-        self._progress.update(self._task, description=f"{self._title}: check")
+        self._progress.update(self._task, description=f"{self._title}: check", refresh=True)
 
     def step(self, share: float) -> None:
         """So much of the row's repetitions or time is used up."""
         self._progress.update(
-            self._task, description=self._title, completed=self._number + min(share, 1.0)
+            self._task,
+            description=self._title,
+            completed=self._number + min(share, 1.0),
+            refresh=True,
         )
 
     def add(self, rows: list[Row]) -> None:

@@ -195,7 +195,8 @@ def _check_limits(heap_bytes: object, timeout: object) -> tuple[int, float]:
         raise TypeError(f"timeout is {timeout!r}; it must be a datetime.timedelta")
     if timeout <= timedelta(0):
         raise ValueError(f"timeout is {timeout}; it must be positive")
-    return -(-heap_bytes // (2 << 20)) * (2 << 20), timeout.total_seconds()
+    # A long timeout means never; in C++ it is a number of nanoseconds.
+    return -(-heap_bytes // (2 << 20)) * (2 << 20), min(timeout.total_seconds(), 1e9)
 
 
 def _exchange(mine: object, group: dist.ProcessGroup | None, world_size: int) -> list:

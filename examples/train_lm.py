@@ -44,10 +44,10 @@ COUNTS = {
     "max-bytes": (16_000_000, "read no more text"),
 }
 NOTES = """\
-Milliseconds: medians over the steps; a step takes as long as its slowest rank.
+Milliseconds: medians over the steps, each taken from its slowest rank.
 backward         DDP reduces the gradients in here, overlapped with the computation.
-step             fused: reduce the gradients, update, gather the parameters. DDP: update only,
-                 by torch.optim.AdamW(fused=True).
+step             fused: reduce the gradients, update, gather the parameters. DDP: update only.
+                 From the fastest rank: the others' time is waiting for a later backward.
 backward + step  the same work on both sides: the row to compare.
 beyond backward  backward + step less a bare backward timed in the same run: what the
                  communication and the update cost."""
@@ -135,22 +135,23 @@ class Run:
         return loss.detach()
 
     def phases(self) -> dict[str, Tensor]:
-        """Return each phase's seconds [steps] on the slowest rank. Collective."""
+        """Return each phase's seconds [steps], as NOTES says. Collective."""
         forward, backward, step = torch.tensor(self.seconds, dtype=torch.float64).unbind(1)
         update = backward + step
         names = ("forward", "backward", "step", "backward + step", "whole step")
-        table = torch.stack([forward, backward, step, update, forward + update])
+        table = torch.stack([forward, backward, -step, update, forward + update])
         dist.all_reduce(table, op=dist.ReduceOp.MAX)
+        table[2].neg_()
         return dict(zip(names, table, strict=True))
 
 
 def read_text(path: Path | None, limit: int) -> Tensor:
     """Concatenate a file, or a folder's files in the order of their names: uint8 [bytes]."""
     folder, pattern = (path, "*") if path else (Path(torch.__file__).parent, "*.py")
-    files = sorted(folder.rglob(pattern)) if folder.is_dir() else [folder]
+    files = sorted(filter(Path.is_file, folder.rglob(pattern))) or [folder]
     text = bytearray()
     for file in files:
-        if len(text) < limit and file.is_file():
+        if len(text) < limit:
             with file.open("rb") as stream:
                 text += stream.read(limit - len(text))
     return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
@@ -166,8 +167,9 @@ def train(args: argparse.Namespace, rank: int) -> int:
     bare = Run(BARE, args)
     parameters = sum(p.numel() for p in bare.model.parameters()) / 1e6
     console.print(
-        f"{args.ranks} ranks x {torch.get_num_threads()} threads, {parameters:.2f} M parameters, "
-        f"{len(windows) / 1e6:.1f} MB of text, {args.batch} x {args.seq} bytes per rank and step"
+        f"ranks: {args.ranks}, threads per rank: {torch.get_num_threads()}, parameters: "
+        f"{parameters:.2f} M, text: {len(windows) / 1e6:.1f} MB, bytes per rank and step: "
+        f"{args.batch} x {args.seq}"
     )
     loss_column = TextColumn("{task.fields[loss]}")
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), loss_column
@@ -340,10 +342,11 @@ def parse_arguments() -> argparse.Namespace:
     for path in filter(None, (args.plot, args.json)):
         if not path.parent.is_dir():
             parser.error(f"{path}: no such folder")
-    if args.data and not args.data.exists():
-        parser.error(f"--data {args.data}: no such file or folder")
-    if len(read_text(args.data, args.max_bytes)) <= args.seq:
-        parser.error(f"the text is shorter than one sequence of {args.seq + 1} bytes")
+    try:
+        if len(read_text(args.data, args.max_bytes)) <= args.seq:
+            parser.error(f"the text is shorter than one sequence of {args.seq + 1} bytes")
+    except OSError as error:
+        parser.error(f"--data: {error}")
     return args
 
 

@@ -375,6 +375,7 @@ def run_script(world_size: int, source: str, environment: dict[str, str] | None 
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
+                start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             )
             for rank in range(world_size)
@@ -387,5 +388,6 @@ def run_script(world_size: int, source: str, environment: dict[str, str] | None 
             ]
         finally:
             for program in programs:
-                program.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(program.pid, signal.SIGKILL)  # its children too
                 program.wait()

@@ -134,6 +134,20 @@ def test_tensors_larger_than_the_staging_chunks(run_few, placement):
     run_few(large, placement)
 
 
+def wrong_size():
+    comm = communicator()
+    for placement in PLACEMENTS:
+        x, _ = cases.placed(comm, torch.ones(3, 2), placement)
+        for size in (0, 3 * comm.world_size + 1, 2**40):
+            with pytest.raises((ValueError, co.MismatchError), match=f"size.*{size}"):
+                co.all_gather(x, size=size, group=comm)
+        assert len(co.all_gather(x, size=3 * comm.world_size, group=comm)) == 3 * comm.world_size
+
+
+def test_size_is_checked_against_the_shards(run_few):
+    run_few(wrong_size)
+
+
 def lazy_views():
     comm = communicator()
     z = torch.complex(torch.arange(5.0), torch.arange(5.0) + comm.rank)

@@ -52,6 +52,17 @@ def test_attributes(run):
     run(attributes)
 
 
+def endless_timeout():
+    with co.Communicator(heap_bytes=MIB, timeout=timedelta.max) as comm:
+        time.sleep(0.3 * comm.rank)
+        comm.barrier()
+        assert (co.all_reduce(torch.ones(3), group=comm) == comm.world_size).all()
+
+
+def test_timeout_may_be_as_long_as_a_timedelta_can_be(run_pair):
+    run_pair(endless_timeout)
+
+
 def context_manager():
     with co.Communicator(heap_bytes=MIB) as comm:
         assert torch.equal(
@@ -697,10 +708,12 @@ process.join()
 assert process.exitcode == 0
 loader = torch.utils.data.DataLoader(range(8), num_workers=1)
 assert len(list(loader)) == 8
-import os
+import atexit, os
 pid = os.fork()
 if pid == 0:
-    sys.exit(0)
+    # All that sys.exit() does but for the destructor of torch's group, which waits for its threads.
+    atexit._run_exitfuncs()
+    os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
 assert torch.equal(co.all_reduce(x), torch.full((10,), float(world)))
 """

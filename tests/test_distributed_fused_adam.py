@@ -152,10 +152,14 @@ def test_follows_float64_however_the_gradients_arrive(run_few, dtype, deliver):
     assert_same_on_all_ranks(run_few(follows_float64, dtype, deliver, {}))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
+def test_follows_float64_for_any_world_size(run, dtype):
+    assert_same_on_all_ranks(run(follows_float64, dtype, deliver_by_autograd, {}))
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"adam_w_mode": False},
         {"bias_correction": False},
         {"adam_w_mode": False, "bias_correction": False},
@@ -165,8 +169,8 @@ def test_follows_float64_however_the_gradients_arrive(run_few, dtype, deliver):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
-def test_follows_float64_in_every_mode(run, dtype, options):
-    assert_same_on_all_ranks(run(follows_float64, dtype, deliver_by_autograd, options))
+def test_follows_float64_in_every_mode(run_few, dtype, options):
+    assert_same_on_all_ranks(run_few(follows_float64, dtype, deliver_by_autograd, options))
 
 
 def layout_by_rank(dtype, options):
@@ -193,6 +197,37 @@ def layout_by_rank(dtype, options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
 def test_memory_formats_may_differ_between_ranks(run_few, dtype, options):
     assert_same_on_all_ranks(run_few(layout_by_rank, dtype, options))
+
+
+def permuted(what):
+    """The user exchanges gradients, or weights, that already lie in the heap."""
+    params = [nn.Parameter(cases.normals((40,), torch.float32, 0, seed)) for seed in range(4)]
+    optimizer = DistributedFusedAdam(params, lr=1e-2)
+    oracle = Adam64(params)
+    for step in range(5):
+        own, averages = average_gradients(params, step)
+        deliver_by_autograd(optimizer, params, own)
+        order = [2, 0, 3, 1]
+        if what == "gradients":
+            moved = [params[i].grad for i in order]
+            for p, grad in zip(params, moved, strict=True):
+                p.grad = grad
+            averages = [averages[i] for i in order]
+        else:
+            moved = [params[i].data for i in order]
+            for p, data in zip(params, moved, strict=True):
+                p.data = data
+            values = [oracle.params[i].detach().clone() for i in order]
+            for p, value in zip(oracle.params, values, strict=True):
+                p.data.copy_(value)
+        optimizer.step()
+        oracle.step(averages, lr=1e-2)
+        check(params, oracle.params, f"step {step}")
+
+
+@pytest.mark.parametrize("what", ["gradients", "weights"])
+def test_exchanged_gradients_and_weights_are_not_lost(run_few, what):
+    run_few(permuted, what)
 
 
 def mixed_dtypes():

@@ -66,7 +66,7 @@ def test_own_launcher_and_torchrun_train_alike(run, tmp_path):
     for name, launcher in (("own", []), ("torchrun", TORCHRUN)):
         code, out, err = run("--steps", "12", "--json", f"{name}.json", launcher=launcher)
         assert code == 0, err
-        assert out.count("2 ranks x 1 threads") == 1  # rank 0 alone prints
+        assert out.count("ranks: 2, threads per rank: 1,") == 1  # rank 0 alone prints
         assert "A sample of 20 bytes" in out
         assert launcher or err == ""
     own = losses(tmp_path / "own.json")
@@ -101,7 +101,7 @@ def test_baseline_on_text_of_ones_own(run, tmp_path):
     (folder / "sub" / "two.txt").write_text("def" * 100)
     code, out, err = run("--baseline", "--steps", "2", "--ranks", "1", "--data", "text")
     assert code == 0, err
-    assert "1 ranks x 1 threads" in out
+    assert "ranks: 1, threads per rank: 1," in out
     assert "DDP + AdamW" in out
 
 
@@ -110,7 +110,7 @@ def test_baseline_on_text_of_ones_own(run, tmp_path):
     [
         (["--steps", "0"], "0 must be at least 1"),
         (["--dim", "33"], "--dim 33 is not a multiple of --heads 2"),
-        (["--data", "nowhere"], "--data nowhere: no such file or folder"),
+        (["--data", "nowhere"], "--data: [Errno 2] No such file or directory: 'nowhere'"),
         (["--max-bytes", "5"], "the text is shorter than one sequence of 17 bytes"),
         (["--plot", "nowhere/curves.png"], "nowhere/curves.png: no such folder"),
         (["--baseline", "--compare"], "not allowed with argument --baseline"),

@@ -10,7 +10,7 @@ from harness import communicator
 
 import coconet_ops as co
 
-SHAPES = tuple(shape for shape in cases.SHAPES if shape)
+SHAPES = ((1,), (129,), (1023, 7), (3, 5, 7), (4, 0, 3))
 
 
 def same(fused, unfused, dtype, exact, what):

@@ -42,26 +42,36 @@ class _Shard:
         self.homes = _C.Homes(self.weights, self.gradients)
         hooks = []
         for p, weight, gradient in zip(self.params, self.weights, self.gradients, strict=True):
-            _move_in(p, weight)
+            _move_in(p, p.data, weight)
             if p.requires_grad:
                 hooks.append(p.register_post_accumulate_grad_hook(_keep_gradient_in(gradient)))
         # The hooks hold the gradient buffers; parameters outlive their optimizer.
         weakref.finalize(self, _remove, hooks)
 
-    def take_up_strays(self, comm: Communicator) -> None:
-        """Copies in what the user assigned since: replaced weights, gradients of their own."""
+    def strays(self, comm: Communicator) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """What the user assigned since the last step, by index: weights and gradients."""
         replaced, foreign = self.homes.strays(self.params)
         with checks.arguments(comm, "rs_adam_ag_"):
             for i in replaced:
                 _check_replaced(comm, i, self.params[i], self.weights[i])
             for i in foreign:
                 check_grad(comm, i, self.weights[i], self.params[i].grad)
-        for i in replaced:
-            _move_in(self.params[i], self.weights[i])
-        if replaced:
-            self.state.reload_master(self.params, set(replaced))
-        for i in foreign:
-            _move_gradient_in(self.params[i], self.gradients[i])
+
+        def safe(t: torch.Tensor) -> torch.Tensor:
+            # It may be another parameter's buffer, which is about to be written itself.
+            return t.clone() if comm.owns(t) else t
+
+        weights = {i: safe(self.params[i].data) for i in replaced}
+        return weights, {i: safe(self.params[i].grad) for i in foreign}
+
+    def take_up(self, weights: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor]) -> None:
+        """Copies strays in, and re-points the parameters and gradients to their homes."""
+        for i, t in weights.items():
+            _move_in(self.params[i], t, self.weights[i])
+        if weights:
+            self.state.reload_master(self.params, set(weights))
+        for i, t in gradients.items():
+            _move_gradient_in(self.params[i], t, self.gradients[i])
 
 
 class DistributedFusedAdam(torch.optim.Optimizer):
@@ -75,7 +85,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     The constructor moves parameters into the communicator's heap (``p.data`` is re-pointed) and
     gives gradients buffers there, so a step copies nothing. A gradient that autograd makes anew
     after ``zero_grad()`` is moved into its buffer as soon as it is accumulated; gradients and
-    ``p.data`` that you assign yourself are copied in at the next step.
+    ``p.data`` that you assign yourself are copied in at the next step. A ``p.grad`` that you keep
+    from an earlier step is that buffer and sees later gradients: clone it.
 
     Args:
         params: parameters or groups, as in torch.optim; float32, bfloat16 or float16. Groups may
@@ -173,16 +184,19 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        homed = [shard for shard in self._shards if shard.homes is not None]
+        strays = [shard.strays(self._comm) for shard in homed]
+        for shard, (weights, gradients) in zip(homed, strays, strict=True):
+            shard.take_up(weights, gradients)
         for shard in self._shards:
             hyper = self._hyperparameters(shard.group)
             if shard.homes is None:
                 grads = [p.grad for p in shard.params]
                 rs_adam_ag_(shard.params, grads, shard.state, **hyper)
-                continue
-            with checks.arguments(self._comm, "rs_adam_ag_"):
-                checked = make_hyper(**hyper)
-            shard.take_up_strays(self._comm)
-            step(shard.state, shard.params, None, checked)
+            else:
+                with checks.arguments(self._comm, "rs_adam_ag_"):
+                    checked = make_hyper(**hyper)
+                step(shard.state, shard.params, None, checked)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,13 +221,13 @@ def _heap_tensor(
     return comm.empty(math.prod(shape), dtype=dtype).as_strided(shape, strides)
 
 
-def _move_in(p: torch.Tensor, home: torch.Tensor) -> None:
-    home.copy_(p.data)
+def _move_in(p: torch.Tensor, weight: torch.Tensor, home: torch.Tensor) -> None:
+    home.copy_(weight)
     p.data = home
 
 
-def _move_gradient_in(p: torch.Tensor, home: torch.Tensor) -> None:
-    home.copy_(p.grad)
+def _move_gradient_in(p: torch.Tensor, gradient: torch.Tensor, home: torch.Tensor) -> None:
+    home.copy_(gradient)
     # An alias: whatever is done to p.grad, its data re-pointed even, home stays what it is.
     p.grad = home.detach()
 
@@ -225,7 +239,7 @@ def _keep_gradient_in(home: torch.Tensor) -> Callable[[torch.Tensor], None]:
     def hook(p: torch.Tensor) -> None:
         # Sparse gradients are refused in step().
         if p.grad.layout is torch.strided and p.grad.data_ptr() != address:
-            _move_gradient_in(p, home)
+            _move_gradient_in(p, p.grad, home)
 
     return hook
 
