@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -199,8 +200,8 @@ class Ranks:
                 channel.send_bytes(message)
 
     def finish(self, without: Iterable[int] = (), patient: bool = True) -> list[Outcome]:
-        """Outcomes by rank, except of ranks in `without`. patient: a failed rank is no reason for
-        the others to hurry."""
+        """Outcomes by rank, except of ranks in `without`. Unless patient, ranks that wait in vain
+        for one that has failed are given up soon."""
         outcomes = {}
         pending = set(range(self.world_size)) - set(without)
         deadline = time.monotonic() + WATCHDOG
@@ -366,8 +367,6 @@ def assert_same_on_all_ranks(results: list[Any]) -> None:
 def run_script(world_size: int, source: str, environment: dict[str, str] | None = None):
     """Runs Python source as `world_size` programs (argv: rank, world size, rendezvous file);
     returns (exit code, stderr) by rank. Unlike a pool's ranks they end as a user's program ends."""
-    import subprocess
-
     with tempfile.TemporaryDirectory(prefix="coconet-script-") as folder:
         programs = [
             subprocess.Popen(

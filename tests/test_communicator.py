@@ -257,6 +257,32 @@ def test_freed_blocks_join_again(run_few):
     run_few(fragments)
 
 
+def allocations_around_rejected_calls():
+    """A rejected call waits for nobody, so its rank runs ahead of peers that still allocate."""
+    with co.Communicator(heap_bytes=8 * MIB) as comm:
+        live = []
+        for step in range(400):
+            bad = comm.rank == step % comm.world_size
+            live.append(comm.empty(100 + step % 7).fill_(step))
+            with pytest.raises(TypeError if bad else co.MismatchError):
+                dtype = torch.int32 if bad else torch.float32
+                co.all_reduce(torch.ones(3, dtype=dtype), group=comm)
+            live.append(comm.empty(50).fill_(step))
+            if (step + comm.rank) % 3 == 0:
+                del live[::2]
+            del live[:-10]
+        offsets = [comm.empty(10).fill_(comm.rank) for _ in range(5)]
+        for x in offsets:
+            # Had the ranks reclaimed different blocks, this would write elsewhere.
+            co.all_reduce_(x, group=comm)
+            assert (x == comm.world_size * (comm.world_size - 1) / 2).all()
+        assert_same_on_all_ranks(gather_objects(comm.heap_allocated))
+
+
+def test_ranks_agree_on_the_heap_after_rejected_calls(run):
+    run(allocations_around_rejected_calls)
+
+
 def exhausted():
     with co.Communicator(heap_bytes=2 * MIB) as comm:
         x = comm.empty(MIB // 4).fill_(comm.rank)

@@ -147,7 +147,7 @@ def test_killed_rank_is_lost_to_all_survivors(world_size, kind, placement, phase
 def test_stopped_rank_times_out_on_all_survivors(
     world_size, kind, placement, phase, record_property
 ):
-    timeout = 1.5
+    timeout = 1.0
     victim, outcomes = faults(
         world_size, kind, placement, phase, signal.SIGSTOP, record_property, timeout
     )

@@ -245,6 +245,33 @@ def test_parameter_without_any_gradient_is_left_alone(run_few, dtype, placement)
     run_few(missing_on_all, dtype, placement)
 
 
+def steps_around_rejected_calls():
+    """A rejected call waits for nobody: its rank runs ahead of peers that are still in a step."""
+    comm = communicator()
+    params = [torch.zeros(20) for _ in range(200)]
+    state = co.AdamState(params, group=comm)
+    counts = [0] * len(params)
+    for step in range(80):
+        present = [(index + step // 2) % 2 == 0 for index in range(len(params))]
+        counts = [count + here for count, here in zip(counts, present, strict=True)]
+        grads = [torch.ones(20) if here else None for here in present]
+        co.rs_adam_ag_(params, grads, state, lr=2**-10)
+        bad = comm.rank == step % comm.world_size
+        with pytest.raises(TypeError if bad else co.MismatchError):
+            dtype = torch.int32 if bad else torch.float32
+            co.all_reduce(torch.ones(3, dtype=dtype), group=comm)
+    assert state.steps == counts
+    for p, count in zip(params, counts, strict=True):
+        # Under a constant gradient Adam goes by lr, step by step.
+        expected = torch.full((20,), -count * 2.0**-10)
+        cases.assert_close(p, expected, {"rtol": 1e-4, "atol": 0}, "parameter")
+    return [cases.digest(p) for p in params]
+
+
+def test_steps_do_not_get_mixed_up_by_rejected_calls(run_few):
+    assert_same_on_all_ranks(run_few(steps_around_rejected_calls))
+
+
 def changing_hyperparameters():
     run = Run(torch.float32, "heap", lr=0.0)
     for step in range(STEPS):

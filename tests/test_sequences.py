@@ -45,7 +45,8 @@ class Sequence:
 
     def keep(self, y, expected, what):
         cases.assert_exact(y, expected, what)
-        self.digests.append(cases.digest(y) if "scatter" not in what else what)
+        if what != "reduce_scatter":  # whose results differ between ranks
+            self.digests.append(cases.digest(y))
         if self.own.random() < 0.3:
             self.held.append(y)
         self.own.shuffle(self.held)
