@@ -245,7 +245,7 @@ def draw_losses(path: Path, runs: list[Run], tolerance: float) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 2 + 2 * len(runs)), layout="constrained")
-    axes = figure.subplots(len(runs), sharex=True, squeeze=False, height_ratios=[3, 1][: len(runs)])
+    axes = figure.subplots(len(runs), sharex=True, squeeze=False, height_ratios=[5, 2][: len(runs)])
     styles = {"color": "black", "linewidth": 1, "zorder": 3}, {"color": "orange", "linewidth": 4}
     for run, style in zip(runs, styles, strict=False):
         axes[0, 0].plot(run.losses, label=run.name, **style)
@@ -255,7 +255,7 @@ def draw_losses(path: Path, runs: list[Run], tolerance: float) -> None:
         pairs = zip(runs[0].losses, runs[1].losses, strict=True)
         axes[1, 0].semilogy([max(abs(a - b), 1e-8) for a, b in pairs], color="black", linewidth=1)
         axes[1, 0].axhline(max(tolerance, 1e-8), color="tab:red", linestyle="--", label="tolerance")
-        axes[1, 0].set_ylabel("difference (at least 1e-8)")
+        axes[1, 0].set_ylabel("difference")
         axes[1, 0].legend()
     axes[-1, 0].set_xlabel("step")
     figure.savefig(path, format="png", dpi=150)
