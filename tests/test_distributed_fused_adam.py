@@ -702,6 +702,34 @@ def test_broadcast_params_takes_rank_0_s_values(run):
     run(broadcast)
 
 
+def differing_among_mixed_dtypes():
+    params = [
+        nn.Parameter(torch.ones(5, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
+    ]
+    if dist.get_rank() == 1:
+        params[3].data[0] = 2
+    name, message, _ = raised(lambda: DistributedFusedAdam(params))
+    assert name == "MismatchError", (name, message)
+    assert "parameter 3 of group 0" in message, message
+
+
+def test_a_differing_parameter_is_named_by_its_place_in_the_group(run_few):
+    run_few(differing_among_mixed_dtypes)
+
+
+def group_without_parameters():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = DistributedFusedAdam([{"params": [p]}, {"params": []}], lr=0.5)
+    p.sum().backward()
+    optimizer.step()
+    cases.assert_close(p.detach(), torch.full((3,), 0.5), {"rtol": 1e-6, "atol": 1e-6}, "parameter")
+
+
+def test_a_group_may_be_empty(run_few):
+    run_few(group_without_parameters)
+
+
 def differing_parameters(last):
     world = dist.get_world_size()
     params = odd_parameters(torch.float32)

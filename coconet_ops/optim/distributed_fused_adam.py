@@ -157,17 +157,18 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             for params in by_dtype.values():
                 check_params(self._comm, params)
             make_hyper(**self._hyperparameters(group))
-        for params in by_dtype.values():
-            shard = _Shard(self._comm, group, params)
-            if self._broadcast_params:
-                for p in params:
-                    _broadcast(self._comm, p)
-                shard.state.reload_master(params)
-            else:
-                _compare(self._comm, index, params)
-            if self._rehome:
+        shards = [_Shard(self._comm, group, params) for params in by_dtype.values()]
+        if self._broadcast_params:
+            for p in group["params"]:
+                _broadcast(self._comm, p)
+            for shard in shards:
+                shard.state.reload_master(shard.params)
+        else:
+            _compare(self._comm, index, group["params"])
+        if self._rehome:
+            for shard in shards:
                 shard.rehome(self._comm)
-            self._shards.append(shard)
+        self._shards += shards
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         names = ("lr", "betas", "eps", "weight_decay", "bias_correction")
@@ -255,7 +256,7 @@ def _check_replaced(comm: Communicator, i: int, p: torch.Tensor, home: torch.Ten
 
 def _compare(comm: Communicator, group: int, params: list[torch.Tensor]) -> None:
     """Raises on every rank unless all ranks have the same values."""
-    hashes = torch.tensor([_C.hash_bytes(p.contiguous()) for p in params])
+    hashes = torch.tensor([_C.hash_bytes(p.contiguous()) for p in params], dtype=torch.int64)
     everyone = all_gather(hashes[None], group=comm)
     differs = everyone != everyone[0]
     if not differs.any():
