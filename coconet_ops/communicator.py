@@ -14,7 +14,7 @@ from typing import Union
 import torch
 import torch.distributed as dist
 
-from . import _C
+from . import _C, checks
 from .errors import CommunicatorError
 
 Group = Union["Communicator", "dist.ProcessGroup", None]
@@ -149,11 +149,9 @@ class Communicator:
         Raises:
             MemoryError: the heap or the system has no room; on every rank.
         """
-        from .checks import arguments
-
         if len(size) == 1 and not isinstance(size[0], int):
             size = tuple(size[0])
-        with arguments(self, "empty"):
+        with checks.arguments(self, "empty"):
             if device is not None and torch.device(device).type != "cpu":
                 raise ValueError(f"empty: device is {device}; the {self.backend} backend has cpu")
             if any(not isinstance(n, int) or n < 0 for n in size):

@@ -364,6 +364,20 @@ def assert_same_on_all_ranks(results: list[Any]) -> None:
         raise AssertionError(f"rank {rank} has {result}, rank 0 {results[0]}")
 
 
+def start_program(arguments: Iterable[str], folder: Path) -> subprocess.Popen:
+    """Python with these arguments, in its own process group as a terminal would start it."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A test run in the background would hand on that it ignores Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
 def run_script(world_size: int, source: str, environment: dict[str, str] | None = None):
     """Runs Python source as `world_size` programs (argv: rank, world size, rendezvous file);
     returns (exit code, stderr) by rank. Unlike a pool's ranks they end as a user's program ends."""

@@ -7,14 +7,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from harness import start_program
 
 from coconet_ops.bench import __main__ as command
 from coconet_ops.bench import cases, peers
@@ -224,16 +223,7 @@ def test_check_catches_a_wrong_candidate(run_few):
 
 
 def start(arguments, folder, program=("-m", "coconet_ops.bench")):
-    return subprocess.Popen(
-        [sys.executable, *program, *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # a test run in the background would hand on that it ignores Ctrl-C
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    return start_program([*program, *arguments], folder)
 
 
 def finish(process):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from harness import start_program
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
 MODEL = "--layers 1 --dim 32 --heads 2 --batch 2 --seq 16 --max-bytes 100000 --sample 20".split()
@@ -26,16 +27,7 @@ def start(tmp_path):
     started = []
 
     def start(*arguments: str, launcher: list[str] = ()) -> subprocess.Popen:
-        process = subprocess.Popen(
-            [sys.executable, *launcher, str(EXAMPLE), *MODEL, *arguments],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            # A test run in the background may have inherited that SIGINT is ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
+        process = start_program([*launcher, str(EXAMPLE), *MODEL, *arguments], tmp_path)
         started.append(process)
         return process
 

@@ -14,6 +14,7 @@
 
 #include "common/errors.h"
 #include "cpu/liveness.h"
+#include "cpu/system.h"
 
 namespace coconet {
 
@@ -25,12 +26,6 @@ constexpr int64_t kYieldNs = 200'000;     // then sleep
 constexpr int64_t kNapNs = 50'000'000;    // how often a sleeper looks after its peers
 constexpr int kSpins = 2000;              // about 30 us
 constexpr int kSpinsOversubscribed = 50;  // more ranks than cores: let the others run
-
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1'000'000'000 + t.tv_nsec;
-}
 
 void pause() {
 #if defined(__x86_64__)
@@ -148,8 +143,7 @@ void Channel::check_peers(Phase phase, uint32_t want) {
                  failure.text);
         fail(failure.kind, text);
     }
-    // Every peer, not only the awaited one: that one may be busy for long before it misses the
-    // lost.
+    // Every peer, not only the awaited one, which may be busy for long before it notices.
     for (int peer = 0; peer < world; ++peer) {
         if (peer == rank) continue;
         const char* how = blocks_[peer]->closed.load(std::memory_order_acquire)

@@ -3,9 +3,10 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
 
 #include <utility>
+
+#include "cpu/system.h"
 
 namespace coconet {
 
@@ -179,8 +180,7 @@ void Communicator::reject(OpCode op, const std::string& text) {
 double Communicator::ping(int rounds) {
     return call(OpCode::ping, [&] {
         enter(DescriptorBuilder(OpCode::ping).d);
-        timespec start, end;
-        clock_gettime(CLOCK_MONOTONIC, &start);
+        const int64_t start = now_ns();
         // Ranks 0 and 1 take turns; the collect phase is theirs, and equal on all ranks afterwards.
         for (int i = 1; i <= rounds && rank < 2 && world > 1; ++i) {
             const uint32_t want = channel_->chunk + i;
@@ -188,10 +188,9 @@ double Communicator::ping(int rounds) {
             channel_->wait(1 - rank, kCollect, want);
             if (rank == 1) channel_->signal(kCollect, want);
         }
-        clock_gettime(CLOCK_MONOTONIC, &end);
+        const int64_t ns = now_ns() - start;
         channel_->finish_chunks(rounds);
-        const double ns = (end.tv_sec - start.tv_sec) * 1e9 + (end.tv_nsec - start.tv_nsec);
-        return rounds > 0 ? ns / rounds : 0.0;
+        return rounds > 0 ? static_cast<double>(ns) / rounds : 0.0;
     });
 }
 

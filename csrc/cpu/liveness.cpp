@@ -7,16 +7,14 @@
 #include <chrono>
 #include <utility>
 
+#include "cpu/system.h"
+
 namespace coconet {
 
 namespace {
 
 constexpr auto kBeat = std::chrono::milliseconds(100);
 constexpr int64_t kLostNs = 3'000'000'000;  // a loaded machine may delay a beat
-
-int64_t now_ns() {
-    return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
-}
 
 }  // namespace
 

@@ -15,14 +15,11 @@
 #include <system_error>
 
 #include "common/layout.h"
+#include "cpu/system.h"
 
 namespace coconet {
 
 namespace {
-
-std::system_error os_error(const char* what) {
-    return std::system_error(errno, std::generic_category(), what);
-}
 
 struct FileDescriptor {
     int fd;

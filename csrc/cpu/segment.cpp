@@ -9,20 +9,13 @@
 #include <system_error>
 
 #include "common/layout.h"
+#include "cpu/system.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
 
 namespace coconet {
-
-namespace {
-
-std::system_error os_error(const char* what) {
-    return std::system_error(errno, std::generic_category(), what);
-}
-
-}  // namespace
 
 Segment* Segment::create(int64_t bytes) {
     const int fd = memfd_create("coconet", MFD_CLOEXEC | MFD_ALLOW_SEALING);
