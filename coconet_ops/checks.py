@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .communicator import Communicator
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REDUCE_DTYPES = (*COMPUTE_DTYPES, torch.float64, torch.int32, torch.int64)
 REDUCE_OPS = ("sum", "avg")
 SPLITS = ("tensor_split", "chunk")
 

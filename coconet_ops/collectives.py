@@ -1,9 +1,9 @@
 """Collectives in shared memory.
 
 Tensors from :meth:`Communicator.empty` are used where they are, without a copy; results are then in
-the heap too. Any other tensor goes through small staging areas. Either way the reduction is done
-in fp32, in rank order, and rounded once: results are bitwise identical on all ranks and from run to
-run. No gradients yet.
+the heap too. Any other tensor goes through small staging areas. Either way elements are added in
+rank order, 16-bit floats in fp32 and rounded once, other dtypes in their own: results are bitwise
+identical on all ranks and from run to run. No gradients yet.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def all_reduce(x: torch.Tensor, *, op: str = "sum", group: Group = None) -> torc
     (:func:`coconet_ops.reference.all_reduce`).
 
     Args:
-        x: any shape, equal on all ranks; float32, bfloat16 or float16.
-        op: ``"sum"`` or ``"avg"``.
+        x: any shape, equal on all ranks; float32, bfloat16, float16, float64, int32 or int64.
+        op: ``"sum"`` or ``"avg"``, the latter for floats. Integers wrap around.
         group: process group, communicator or None (the default group).
 
     Returns:
@@ -64,7 +64,7 @@ def reduce_scatter(
     (:func:`coconet_ops.reference.reduce_scatter`).
 
     Args:
-        x: at least one dimension, shape equal on all ranks; float32, bfloat16 or float16.
+        x: at least one dimension, shape equal on all ranks; dtypes as :func:`all_reduce`.
         dim: the dimension that is cut; its size need not be divisible by the world size.
         op: ``"sum"`` or ``"avg"``.
         split: how uneven sizes are cut: ``"tensor_split"`` (the first ranks get one row more) or
@@ -114,5 +114,9 @@ def all_gather(
 
 
 def _check_reduce(comm: Communicator, name: str, x: torch.Tensor, op: str) -> None:
-    checks.check_tensor(comm, name, "x", x)
+    checks.check_tensor(comm, name, "x", x, checks.REDUCE_DTYPES)
     checks.check_choice(name, "op", op, checks.REDUCE_OPS)
+    if op == "avg" and not x.is_floating_point():
+        raise TypeError(
+            f"{name}: op is 'avg' and x has dtype {x.dtype}; integers can only be summed"
+        )

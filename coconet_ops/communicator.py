@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import os
 import socket
 import threading
 import weakref
 from datetime import timedelta
+from pathlib import Path
 from typing import Union
 
 import torch
@@ -76,6 +78,7 @@ class Communicator:
             "host": (_C.host_identity(), socket.gethostname()),
             "heap_bytes": heap_bytes,
             "address": rendezvous.address if rendezvous else "",
+            "cpus": _usable_cpus(),
             "pidfd": bool(rendezvous and rendezvous.has_pidfd and _liveness != "heartbeat"),
         }
         ranks: list[dict] = _exchange(mine, group, self.world_size)
@@ -90,6 +93,7 @@ class Communicator:
                 timeout=seconds,
                 check=os.environ.get("COCONET_CHECK", "1") != "0",
                 first_epoch=_first_epoch,
+                oversubscribed=_oversubscribed(ranks),
             )
         except (OSError, RuntimeError) as error:
             problem = str(error)
@@ -158,6 +162,11 @@ class Communicator:
                 raise ValueError(f"empty: size is {size}; sizes are integers >= 0")
         return self._core.empty(list(size), dtype or torch.get_default_dtype())
 
+    @property
+    def tuning(self) -> dict[str, int]:
+        """The sizes in bytes that decide how calls run here; see docs/tuning.md."""
+        return self._core.tuning
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is in this rank's heap."""
         return tensor.device.type == "cpu" and self._core.owns(tensor)
@@ -195,6 +204,24 @@ def _check_limits(heap_bytes: object, timeout: object) -> tuple[int, float]:
         raise ValueError(f"timeout is {timeout}; it must be positive")
     # A long timeout means never; in C++ it is a number of nanoseconds.
     return -(-heap_bytes // (2 << 20)) * (2 << 20), min(timeout.total_seconds(), 1e9)
+
+
+def _usable_cpus() -> tuple[set[int], float]:
+    """The CPUs that this process may run on, and how many of them its control group may use."""
+    quota = math.inf
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if limit != "max":
+            quota = int(limit) / int(period)
+    except (OSError, ValueError):  # no cgroup v2 here
+        pass
+    return os.sched_getaffinity(0), quota
+
+
+def _oversubscribed(ranks: list[dict]) -> bool:
+    """Whether some ranks must share a core: then a waiting rank lets the others run early."""
+    cpus = set().union(*(info["cpus"][0] for info in ranks))
+    return len(ranks) > min(len(cpus), *(info["cpus"][1] for info in ranks))
 
 
 def _exchange(mine: object, group: dist.ProcessGroup | None, world_size: int) -> list:

@@ -195,8 +195,8 @@ std::vector<std::tuple<int, int64_t, int64_t, int64_t>> slice_pieces(const Tenso
 std::shared_ptr<Communicator> connect(Rendezvous& rendezvous, int rank,
                                       const std::vector<std::string>& addresses, bool use_pidfds,
                                       int64_t heap_bytes, double timeout, bool check,
-                                      uint32_t first_epoch) {
-    CommunicatorOptions options{rank, heap_bytes, timeout, check, first_epoch};
+                                      uint32_t first_epoch, bool oversubscribed) {
+    CommunicatorOptions options{rank, heap_bytes, timeout, check, first_epoch, oversubscribed};
     return std::make_shared<Communicator>(options,
                                           rendezvous.connect(rank, addresses, use_pidfds, timeout));
 }
@@ -264,7 +264,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def_property_readonly("has_pidfd", &Rendezvous::has_pidfd)
         .def("connect", &connect, Release(), py::arg("rank"), py::arg("addresses"),
              py::arg("use_pidfds"), py::arg("heap_bytes"), py::arg("timeout"), py::arg("check"),
-             py::arg("first_epoch"));
+             py::arg("first_epoch"), py::arg("oversubscribed"));
 
     py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
         .def("register",
@@ -281,6 +281,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              [](const Communicator& c, const at::Tensor& t) {
                  return c.heap()->offset_of(t.const_data_ptr(), 0) >= 0;
              })
+        .def_property_readonly("tuning",
+                               [](const Communicator& c) {
+                                   const Tuning& t = c.tuning();
+                                   py::dict d;
+                                   d["one_shot_bytes"] = t.one_shot_bytes;
+                                   d["chunk_bytes"] = t.chunk_bytes;
+                                   d["stream_bytes"] = t.stream_bytes;
+                                   d["staged_stream_bytes"] = t.staged_stream_bytes;
+                                   d["spins"] = t.spins;
+                                   return d;
+                               })
         .def("barrier", &Communicator::barrier, Release())
         .def("empty",
              [](Communicator& c, const std::vector<int64_t>& sizes, at::ScalarType dtype) {

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REDUCE_DTYPES = (*DTYPES, torch.float64, torch.int32, torch.int64)
 PLACEMENTS = ("private", "heap", "mixed")  # mixed: in the heap on even ranks only
 LAYOUTS = ("contiguous", "transposed", "strided", "columns", "misaligned")
 
@@ -27,6 +28,9 @@ TOLERANCE = {
     torch.float32: {"rtol": 2**-23, "atol": 2e-6},
     torch.bfloat16: {"rtol": 1.01 * 2**-8, "atol": 2e-6},
     torch.float16: {"rtol": 1.01 * 2**-11, "atol": 2e-6},
+    torch.float64: {"rtol": 2**-51, "atol": 4e-15},  # the oracle adds in another order
+    torch.int32: {"rtol": 0, "atol": 0},
+    torch.int64: {"rtol": 0, "atol": 0},
 }
 # gloo adds in the dtype itself and rounds after each addition.
 UNFUSED_TOLERANCE = {

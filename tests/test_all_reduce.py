@@ -6,7 +6,7 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from cases import DTYPES, PLACEMENTS, SHAPES, TOLERANCE
+from cases import DTYPES, PLACEMENTS, REDUCE_DTYPES, SHAPES, TOLERANCE
 from harness import assert_same_on_all_ranks, communicator, run_fresh, values
 
 import coconet_ops as co
@@ -48,9 +48,16 @@ def every_shape_and_layout(dtype, placement, op):
     return digests
 
 
-@pytest.mark.parametrize("op", ["sum", "avg"])
+REDUCTIONS = [
+    pytest.param(dtype, op, id=f"{cases.name(dtype)}-{op}")
+    for dtype in REDUCE_DTYPES
+    for op in ("sum", "avg")
+    if op == "sum" or dtype.is_floating_point
+]
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
+@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS)
 def test_equals_float64_for_any_shape_and_layout(run, dtype, placement, op):
     assert_same_on_all_ranks(run(every_shape_and_layout, dtype, placement, op))
 
@@ -93,7 +100,7 @@ def large(dtype, placement):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
+@pytest.mark.parametrize("dtype", REDUCE_DTYPES, ids=cases.name)
 def test_tensors_larger_than_the_staging_chunks(run_few, dtype, placement):
     run_few(large, dtype, placement)
 
@@ -111,6 +118,47 @@ def sizes_around_boundaries(placement):
 @pytest.mark.parametrize("placement", ["private", "heap"])
 def test_every_small_size(run, placement):
     run(sizes_around_boundaries, placement)
+
+
+def sizes_around_the_one_shot_limit(dtype, placement):
+    comm = communicator()
+    limit = comm.tuning["one_shot_bytes"] // dtype.itemsize
+    for numel in (limit - 1, limit, limit + 1, 2 * limit + 1):
+        own = torch.arange(numel) % 50 + comm.rank
+        x, _ = cases.placed(comm, own.to(dtype), placement)
+        world = comm.world_size
+        expected = (torch.arange(numel) % 50 * world + world * (world - 1) // 2).to(dtype)
+        # Each call uses the other attachment; a fast rank is one call ahead.
+        for _ in range(5):
+            assert torch.equal(co.all_reduce(x, group=comm), expected), numel
+        shard = co.reduce_scatter(x, group=comm)
+        assert torch.equal(shard, expected.tensor_split(world)[comm.rank]), numel
+        rows = torch.full((numel + comm.rank,), comm.rank).to(dtype)
+        gathered = co.all_gather(rows, group=comm)
+        assert gathered.tolist() == [r for r in range(world) for _ in range(numel + r)], numel
+        assert torch.equal(co.all_reduce_(x, group=comm), expected), numel
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=cases.name)
+def test_sizes_around_the_one_shot_limit(run, dtype, placement):
+    run(sizes_around_the_one_shot_limit, dtype, placement)
+
+
+def wrapping_integers(dtype, placement):
+    comm = communicator()
+    own = torch.tensor([torch.iinfo(dtype).max, torch.iinfo(dtype).min, 1], dtype=dtype)
+    expected = own.clone()
+    for _ in range(1, comm.world_size):
+        expected += own
+    x, _ = cases.placed(comm, own.repeat(50), placement)
+    assert torch.equal(co.all_reduce(x, group=comm), expected.repeat(50))
+
+
+@pytest.mark.parametrize("placement", ["private", "heap"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=cases.name)
+def test_integers_wrap_around(run, dtype, placement):
+    run(wrapping_integers, dtype, placement)
 
 
 def special_values(dtype, placement):

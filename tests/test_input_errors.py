@@ -48,12 +48,19 @@ def every_collective(name, make, error, words):
 
 # name: (call, error, what the message says)
 CASES = {
+    **{
+        f"{op}: average of integers": (
+            lambda c, op=op: getattr(c, op)(torch.ones(3, dtype=torch.int64), op="avg"),
+            TypeError,
+            (op, "avg", "int64", "summed"),
+        )
+        for op in ("all_reduce", "all_reduce_", "reduce_scatter")
+    },
     **every_collective(
-        "int32", lambda: torch.ones(3, dtype=torch.int32), TypeError, ("int32", "float32")
+        "int16", lambda: torch.ones(3, dtype=torch.int16), TypeError, ("int16", "float32")
     ),
-    **every_collective("int64", lambda: torch.ones(3, dtype=torch.int64), TypeError, ("int64",)),
+    **every_collective("uint8", lambda: torch.ones(3, dtype=torch.uint8), TypeError, ("uint8",)),
     **every_collective("bool", lambda: torch.ones(3, dtype=torch.bool), TypeError, ("bool",)),
-    **every_collective("float64", lambda: torch.ones(3).double(), TypeError, ("float64",)),
     **every_collective(
         "complex", lambda: torch.ones(3, dtype=torch.complex64), TypeError, ("complex64",)
     ),

@@ -14,7 +14,7 @@ namespace coconet {
 
 constexpr int kMaxRanks = 64;
 
-// Ops that compute accept f32, bf16 and f16; ops that only move data accept all.
+// Sums accept f32 to i32, optimizers f32 to f16; ops that only move data accept all.
 enum class DType : int32_t {
     f32,
     bf16,
@@ -30,7 +30,6 @@ enum class DType : int32_t {
     c128,
     other  // and above: a dtype of the layer above, by its number there
 };
-constexpr int kNumComputeDTypes = 3;
 
 struct bf16_t {
     uint16_t bits;
@@ -38,6 +37,22 @@ struct bf16_t {
 struct f16_t {
     uint16_t bits;
 };
+
+// The type in which elements are added up: their own, or fp32 for 16-bit floats.
+template <class T>
+struct SumType {
+    using type = T;
+};
+template <>
+struct SumType<bf16_t> {
+    using type = float;
+};
+template <>
+struct SumType<f16_t> {
+    using type = float;
+};
+template <class T>
+using SumOf = typename SumType<T>::type;
 
 COCONET_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 COCONET_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }

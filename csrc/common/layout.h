@@ -1,5 +1,5 @@
-// The layout of a rank's shared segment: control block, staging area, heap. Every offset that
-// another process relies on is defined here.
+// The layout of a rank's shared segment: control block, attachments, staging area, heap. Every
+// offset that another process relies on is defined here.
 #pragma once
 
 #include <atomic>
@@ -89,7 +89,10 @@ constexpr int kStageSlots = 4;
 constexpr int64_t kStageSlotBytes = 256 << 10;
 
 constexpr int64_t kPage = 4096, kHugePage = 2 << 20;
-constexpr int64_t kStageOffset = round_up(sizeof(ControlBlock), kPage);
+// Small inputs that travel with a descriptor, by parity of the call like it.
+constexpr int64_t kAttachmentBytes = 64 << 10;
+constexpr int64_t kAttachmentOffset = round_up(sizeof(ControlBlock), kPage);
+constexpr int64_t kStageOffset = kAttachmentOffset + 2 * kAttachmentBytes;
 constexpr int64_t kResultOffset = kStageOffset + kStageSlots * kStageSlotBytes;
 constexpr int64_t kHeapOffset = round_up(kResultOffset + kStageSlots * kStageSlotBytes, kHugePage);
 constexpr int64_t kHeapAlign = 256;

@@ -4,7 +4,7 @@
 //
 // Phases, on every rank:
 //   1. wait until every peer's input is ready
-//   2. for each pack of the own slice: load it from all ranks, reduce in fp32 in rank order, apply
+//   2. for each pack of the own slice: load it from all ranks, add up in rank order, apply
 //      op, store the result to every destination
 //   3. signal, and wait until every peer's stores are complete
 //
@@ -34,10 +34,22 @@ struct SomeLanes {
     int n;
 };
 
-// The plain all-reduce: 1 for a sum, 1 / world size for an average.
+struct SumOp {
+    static constexpr bool kStreamOwn = true;
+
+    COCONET_HD SumOp bind(const Run&) const { return *this; }
+    template <class Machine, class Lanes>
+    COCONET_HD typename Machine::Pack operator()(const Machine&, int64_t, Lanes,
+                                                 typename Machine::Pack sum) const {
+        return sum;
+    }
+};
+
+// 1 for a sum, 1 / world size for an average.
+template <class Sum>
 struct ScaleOp {
     static constexpr bool kStreamOwn = true;
-    float scale;
+    Sum scale;
 
     COCONET_HD ScaleOp bind(const Run&) const { return *this; }
     template <class Machine, class Lanes>
@@ -96,10 +108,9 @@ COCONET_HD void reduce_run(const Machine& m, const In* const* src, int num_src, 
         reduce_run<0, false>(m, src, num_src, dst, num_dst, run, op);
 }
 
-// All operands are in memory that every rank can reach.
+// Phase 2 alone.
 template <class Machine, class Slices, class Io, class Op>
-COCONET_HD void rs_op_ag(Machine& m, const Slices& slices, const Io& io, const Op& op) {
-    m.wait_inputs();
+COCONET_HD void reduce_slice(const Machine& m, const Slices& slices, const Io& io, const Op& op) {
     slices.for_runs(m.rank, 0, slices.size(m.rank), [&](const Run& run) {
         const typename Io::In* src[kMaxRanks];
         typename Io::Out* dst[kMaxRanks];
@@ -108,6 +119,13 @@ COCONET_HD void rs_op_ag(Machine& m, const Slices& slices, const Io& io, const O
         const int num_dst = io.destinations(run, dst);
         reduce_run(m, src, num_src, dst, num_dst, io.stream, run, op);
     });
+}
+
+// All operands are in memory that every rank can reach.
+template <class Machine, class Slices, class Io, class Op>
+COCONET_HD void rs_op_ag(Machine& m, const Slices& slices, const Io& io, const Op& op) {
+    m.wait_inputs();
+    reduce_slice(m, slices, io, op);
     m.complete_outputs();
 }
 

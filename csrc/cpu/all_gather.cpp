@@ -1,5 +1,5 @@
-// all_gather: every rank copies its peers' shards, out of their heap or chunk by chunk out of their
-// staging areas:
+// all_gather: every rank copies its peers' shards, out of their heap, their attachments, or chunk
+// by chunk out of their staging areas:
 //   publish   copy a chunk of the own shard to the own staging area
 //   collect   copy the peers' chunks to the own output
 #include <string>
@@ -11,15 +11,21 @@ namespace coconet {
 namespace {
 
 // Slices in bytes: inner holds the size of an element.
-void gather_direct(Communicator& comm, const DimSlices& slices, char* output, bool stream) {
+void gather_whole(Communicator& comm, Path path, const DimSlices& slices, char* output,
+                  bool stream) {
     for (int i = 0; i < comm.world; ++i) {
         const int peer = (comm.rank + i) % comm.world;  // not all from the same rank at once
-        const char* shard = comm.heap_of(peer) + comm.channel().descriptor(peer).operands[0];
+        const char* shard = path == Path::one_shot
+                                ? comm.attachment_of(peer)
+                                : comm.heap_of(peer) + comm.channel().descriptor(peer).operands[0];
         slices.for_runs(peer, 0, slices.size(peer), [&](const Run& run) {
             kernels().copy(output + run.offset, shard + run.index, run.length, stream);
         });
     }
-    comm.channel().complete_outputs();
+    if (path == Path::one_shot)
+        comm.channel().leave();
+    else
+        comm.channel().complete_outputs();
 }
 
 void gather_staged(Communicator& comm, const DimSlices& slices, const char* shard, char* output,
@@ -27,7 +33,8 @@ void gather_staged(Communicator& comm, const DimSlices& slices, const char* shar
     Channel& channel = comm.channel();
     int64_t longest = 0;
     for (int r = 0; r < comm.world; ++r) longest = max64(longest, slices.size(r));
-    const int64_t num_chunks = ceil_div(longest, kStageSlotBytes);
+    const int64_t step = comm.tuning().chunk_bytes;
+    const int64_t num_chunks = ceil_div(longest, step);
     const uint32_t first = channel.chunk;
 
     const auto slot = [](char* area, uint32_t chunk) {
@@ -36,8 +43,8 @@ void gather_staged(Communicator& comm, const DimSlices& slices, const char* shar
     const auto publish = [&](int64_t k) {
         const uint32_t chunk = first + static_cast<uint32_t>(k);
         channel.wait_all(kCollect, chunk + 1 - kStageSlots);
-        const int64_t begin = k * kStageSlotBytes;
-        const int64_t end = min64(begin + kStageSlotBytes, slices.size(comm.rank));
+        const int64_t begin = k * step;
+        const int64_t end = min64(begin + step, slices.size(comm.rank));
         if (begin < end)
             kernels().copy(slot(comm.stage_of(comm.rank), chunk), shard + begin, end - begin,
                            false);
@@ -50,8 +57,8 @@ void gather_staged(Communicator& comm, const DimSlices& slices, const char* shar
             const bool own = peer == comm.rank;
             if (!own) channel.wait(peer, kPublish, chunk + 1);
             const char* source = own ? shard : slot(comm.stage_of(peer), chunk);
-            const int64_t begin = k * kStageSlotBytes;
-            const int64_t end = min64(begin + kStageSlotBytes, slices.size(peer));
+            const int64_t begin = k * step;
+            const int64_t end = min64(begin + step, slices.size(peer));
             slices.for_runs(peer, begin, end, [&](const Run& run) {
                 kernels().copy(output + run.offset, source + run.index - (own ? 0 : begin),
                                run.length, stream);
@@ -73,21 +80,19 @@ void gather_staged(Communicator& comm, const DimSlices& slices, const char* shar
 Output all_gather(Communicator& comm, const Operand& shard, int64_t dim, int64_t size,
                   const NewOutput& new_output, int64_t* total) {
     return comm.call(OpCode::all_gather, [&]() -> Output {
-        const int64_t offset = comm.heap()->offset_of(shard.data, shard.bytes());
         const int64_t rows = shard.sizes[dim];
         std::vector<int64_t> rest(shard.sizes, shard.sizes + shard.dims);
         rest[dim] = 1;
         DescriptorBuilder builder(OpCode::all_gather);
         builder.add(static_cast<int64_t>(shard.dtype)).add(shard.itemsize).add(dim).add(size);
         builder.add(rows).add_shape(rest.data(), shard.dims);
-        builder.d.operands[0] = offset;
-        builder.d.operands[1] = rows;
-        comm.enter(builder.d, offset >= 0);
+        builder.d.operands[2] = rows;
+        const Path path = enter(comm, builder.d, shard, true);
 
         DimSlices slices{
             shard.product(0, dim), 0, shard.product(dim + 1, shard.dims) * shard.itemsize, {}};
         for (int r = 0; r < comm.world; ++r)
-            slices.begins[r + 1] = slices.begins[r] + comm.channel().descriptor(r).operands[1];
+            slices.begins[r + 1] = slices.begins[r] + comm.channel().descriptor(r).operands[2];
         slices.dim = *total = slices.begins[comm.world];
         if (size >= 0 && size != *total) {
             comm.channel().leave();
@@ -96,17 +101,17 @@ Output all_gather(Communicator& comm, const Operand& shard, int64_t dim, int64_t
                                                  std::to_string(*total) + " rows along dim " +
                                                  std::to_string(dim));
         }
-        const bool direct = comm.all_ranks([](const Descriptor& d) { return d.operands[0] >= 0; });
         const int64_t bytes = slices.outer * slices.dim * slices.inner;
+        comm.probe(bytes);
         Output block;
-        if (direct) block = comm.allocate(bytes);
+        if (path == Path::direct) block = comm.allocate(bytes);
         char* output = block ? comm.heap_of(comm.rank) + block->offset
                              : static_cast<char*>(new_output(*total));
-        if (direct)
-            gather_direct(comm, slices, output, bytes > kStreamBytes);
+        const bool stream = writes_past_cache(comm, path, bytes);
+        if (path == Path::staged)
+            gather_staged(comm, slices, static_cast<const char*>(shard.data), output, stream);
         else
-            gather_staged(comm, slices, static_cast<const char*>(shard.data), output,
-                          bytes > kStreamBytes);
+            gather_whole(comm, path, slices, output, stream);
         return block;
     });
 }

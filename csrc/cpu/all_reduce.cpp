@@ -1,76 +1,77 @@
-// all_reduce: skeleton 1 with the plain copy as op, and every rank as destination.
+// all_reduce: skeleton 1 with the sum as op, and every rank as destination.
 #include "cpu/collectives.h"
 
 namespace coconet {
 
-Stage stage_of(const Communicator& comm) {
-    Stage stage;
-    for (int r = 0; r < comm.world; ++r) {
-        stage.input[r] = comm.stage_of(r);
-        stage.result[r] = comm.result_of(r);
-    }
-    return stage;
-}
-
 namespace {
 
-// output < 0: outside the heap.
-void run(Communicator& comm, const Operand& x, bool average, int64_t output, void* private_output) {
-    const FlatSlices slices(x.numel(), comm.world);
-    const int dtype = static_cast<int>(x.dtype);
-    ReduceArgs args;
-    args.scale = average ? 1.0f / comm.world : 1.0f;
-    // In place, the lines to write were just read: they are in the cache already.
-    const bool in_place = comm.channel().descriptor(comm.rank).operands[1] >= 0;
-    args.stream = !in_place && slices.slice * x.itemsize > kStreamBytes;
-    if (output >= 0) {
-        args.num_dst = 0;
-        args.dst[args.num_dst++] = comm.heap_of(comm.rank) + output;
-        for (int r = 0; r < comm.world; ++r) {
-            const Descriptor& d = comm.channel().descriptor(r);
-            args.src[r] = comm.heap_of(r) + d.operands[0];
-            const int64_t at = d.operands[1] >= 0 ? d.operands[1] : output;
-            if (r != comm.rank) args.dst[args.num_dst++] = comm.heap_of(r) + at;
-        }
-        kernels().all_reduce[dtype](comm.channel(), slices, args);
-    } else {
-        args.input = x.data;
-        args.output = private_output;
-        args.stage = stage_of(comm);
-        kernels().all_reduce_staged[dtype](comm.channel(), slices, args);
-    }
-}
-
-Descriptor describe(const Operand& x, bool average, bool in_place, int64_t offset) {
+Descriptor describe(const Operand& x, bool average, bool in_place) {
     DescriptorBuilder builder(OpCode::all_reduce);
     builder.add(static_cast<int64_t>(x.dtype)).add(static_cast<int64_t>(average));
     builder.add(static_cast<int64_t>(in_place)).add_shape(x.sizes, x.dims);
-    builder.d.operands[0] = offset;
-    builder.d.operands[1] = in_place ? offset : kPrivate;  // known beforehand, may differ by rank
     return builder.d;
 }
 
-bool in_heap(const Descriptor& d) { return d.operands[0] >= 0; }
+// Operands and outputs of all ranks are in the heap; a new output has one offset everywhere.
+void run_direct(Communicator& comm, const Operand& x, bool average, const Output& output) {
+    const FlatSlices slices(x.numel(), comm.world);
+    ReduceArgs args = reduce_args(comm, Path::direct, x, average);
+    const auto add_destination = [&](int r) {
+        const int64_t at = output ? output->offset : comm.channel().descriptor(r).operands[0];
+        args.dst[args.num_dst++] = comm.heap_of(r) + at;
+    };
+    add_destination(comm.rank);
+    for (int r = 0; r < comm.world; ++r)
+        if (r != comm.rank) add_destination(r);
+    // In place, the lines to write were just read: they are in the cache already.
+    args.stream = output && writes_past_cache(comm, Path::direct, x.bytes());
+    kernels().all_reduce(comm.channel(), slices, args);
+}
+
+void run_through_copies(Communicator& comm, Path path, const Operand& x, bool average,
+                        void* output) {
+    ReduceArgs args = reduce_args(comm, path, x, average);
+    if (path == Path::one_shot) {
+        // This rank's slice is everything.
+        DimSlices whole{1, x.numel(), 1, {}};
+        whole.begins[comm.rank + 1] = whole.dim;
+        args.dst[0] = output;
+        kernels().reduce_one_shot(comm.channel(), whole, args);
+        return;
+    }
+    const FlatSlices slices(x.numel(), comm.world);
+    args.output = output;
+    args.stream = output != x.data && writes_past_cache(comm, path, x.bytes());
+    kernels().all_reduce_staged(comm.channel(), slices, args);
+}
 
 }  // namespace
 
 Output all_reduce(Communicator& comm, const Operand& x, bool average, const NewOutput& new_output) {
     return comm.call(OpCode::all_reduce, [&]() -> Output {
-        const int64_t offset = comm.heap()->offset_of(x.data, x.bytes());
-        comm.enter(describe(x, average, false, offset), offset >= 0);
+        Descriptor d = describe(x, average, false);
+        const Path path = enter(comm, d, x, true);
+        comm.probe(x.bytes());
         Output block;
-        if (comm.all_ranks(in_heap)) block = comm.allocate(x.bytes());
-        run(comm, x, average, block ? block->offset : kPrivate,
-            block ? nullptr : new_output(x.dims > 0 ? x.sizes[0] : 1));
+        if (path == Path::direct) block = comm.allocate(x.bytes());
+        if (block)
+            run_direct(comm, x, average, block);
+        else
+            run_through_copies(comm, path == Path::direct ? Path::staged : path, x, average,
+                               new_output(x.dims > 0 ? x.sizes[0] : 1));
         return block;
     });
 }
 
 void all_reduce_(Communicator& comm, const Operand& x, bool average) {
     comm.call(OpCode::all_reduce, [&] {
-        const int64_t offset = comm.heap()->offset_of(x.data, x.bytes());
-        comm.enter(describe(x, average, true, offset));
-        run(comm, x, average, comm.all_ranks(in_heap) ? offset : kPrivate, x.data);
+        Descriptor d = describe(x, average, true);
+        const Path path = enter(comm, d, x, false);
+        comm.probe(x.bytes());
+        if (path == Path::direct)
+            run_direct(comm, x, average, {});
+        else
+            run_through_copies(comm, path, x, average, x.data);
     });
 }
 

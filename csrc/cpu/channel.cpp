@@ -22,10 +22,8 @@ bool (*interrupt_requested)() = nullptr;
 
 namespace {
 
-constexpr int64_t kYieldNs = 200'000;     // then sleep
-constexpr int64_t kNapNs = 50'000'000;    // how often a sleeper looks after its peers
-constexpr int kSpins = 2000;              // about 30 us
-constexpr int kSpinsOversubscribed = 50;  // more ranks than cores: let the others run
+constexpr int64_t kYieldNs = 200'000;   // then sleep
+constexpr int64_t kNapNs = 50'000'000;  // how often a sleeper looks after its peers
 
 void pause() {
 #if defined(__x86_64__)
@@ -65,13 +63,13 @@ ErrorKind error_kind(FailureKind kind) {
 }  // namespace
 
 Channel::Channel(int rank, int world, ControlBlock* const* blocks, Liveness& liveness,
-                 double timeout_seconds, uint32_t first_epoch)
+                 double timeout_seconds, uint32_t first_epoch, int spins)
     : rank(rank),
       world(world),
       chunk(first_epoch),
       liveness_(liveness),
       timeout_ns_(static_cast<int64_t>(timeout_seconds * 1e9)),
-      spins_(sysconf(_SC_NPROCESSORS_ONLN) >= world ? kSpins : kSpinsOversubscribed),
+      spins_(spins),
       epoch_(first_epoch) {
     for (int r = 0; r < world; ++r) blocks_[r] = blocks[r];
 }

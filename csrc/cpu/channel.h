@@ -17,7 +17,7 @@ class Liveness;
 class Channel {
   public:
     Channel(int rank, int world, ControlBlock* const* blocks, Liveness& liveness,
-            double timeout_seconds, uint32_t first_epoch);
+            double timeout_seconds, uint32_t first_epoch, int spins);
 
     const int rank, world;
 
@@ -51,12 +51,16 @@ class Channel {
     uint32_t next_epoch() const { return epoch_ + 1; }
     // Chunks staged so far, by every op; the number of a chunk selects its slot.
     uint32_t chunk;
-    // Ends a call that staged chunks. Phases that it didn't use keep up with the others.
-    void finish_chunks(uint32_t num_chunks) {
+    // Phases that didn't use their chunks keep up with the others.
+    void skip_chunks(uint32_t num_chunks) {
         chunk += num_chunks;
         signal(kPublish, chunk);
         signal(kReduce, chunk);
         signal(kCollect, chunk);
+    }
+    // Ends a call that staged chunks.
+    void finish_chunks(uint32_t num_chunks) {
+        skip_chunks(num_chunks);
         leave();
     }
     // For messages: what the rank is doing.

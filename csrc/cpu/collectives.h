@@ -1,5 +1,6 @@
 // The collectives of one tensor. Operands in the heap of every rank are used where they are; as
-// soon as one rank's is elsewhere, all ranks go through the staging areas.
+// soon as one rank's is elsewhere, all ranks go through the staging areas, or attach operands that
+// are small to their descriptors.
 #pragma once
 
 #include <functional>
@@ -46,9 +47,17 @@ Output reduce_scatter(Communicator& comm, const Operand& x, int64_t dim, bool av
 Output all_gather(Communicator& comm, const Operand& shard, int64_t dim, int64_t size,
                   const NewOutput& new_output, int64_t* total);
 
-// Writes larger than this go past the cache.
-constexpr int64_t kStreamBytes = 1 << 20;
+// How the operands of a call reach the peers.
+enum class Path { direct, one_shot, staged };
 
+// Enters the call with x as this rank's operand. Fills d.operands[0], its place in the heap, and
+// d.operands[1], whether it is attached.
+Path enter(Communicator& comm, Descriptor& d, const Operand& x, bool allocates);
+
+// What the paths have in common: where the peers' inputs are.
+ReduceArgs reduce_args(Communicator& comm, Path path, const Operand& x, bool average);
 Stage stage_of(const Communicator& comm);
+// Whether an output of this size, that wasn't read before, is.
+bool writes_past_cache(const Communicator& comm, Path path, int64_t bytes);
 
 }  // namespace coconet

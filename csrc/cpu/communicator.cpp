@@ -28,6 +28,8 @@ Communicator::Communicator(const CommunicatorOptions& options, Rendezvous::Resul
     : rank(options.rank),
       world(static_cast<int>(peers.segments.size())),
       check_(options.check),
+      oversubscribed_(options.oversubscribed),
+      tuning_(coconet::tuning(world, false, oversubscribed_)),
       fork_generation_(fork_generation.load()) {
     static const int registered = pthread_atfork(nullptr, nullptr, count_fork);
     (void)registered;
@@ -41,8 +43,9 @@ Communicator::Communicator(const CommunicatorOptions& options, Rendezvous::Resul
     for (int r = 0; r < world; ++r) blocks.push_back(control(r));
     for (Signal& s : blocks[rank]->signals) s.value.store(options.first_epoch);
     liveness_ = std::make_unique<Liveness>(rank, blocks, std::move(peers.pidfds));
-    channel_ = std::make_unique<Channel>(rank, world, blocks.data(), *liveness_,
-                                         options.timeout_seconds, options.first_epoch);
+    channel_ =
+        std::make_unique<Channel>(rank, world, blocks.data(), *liveness_, options.timeout_seconds,
+                                  options.first_epoch, tuning_.spins);
 }
 
 Communicator::~Communicator() { close(); }
@@ -119,6 +122,11 @@ void Communicator::enter(const Descriptor& mine, bool allocates) {
     throw Error(ErrorKind::mismatch, problem);
 }
 
+void Communicator::attach(const void* data, int64_t bytes) {
+    channel_->settle();
+    memcpy(attachment(rank, channel_->next_epoch()), data, bytes);
+}
+
 bool Communicator::all_ranks(const std::function<bool(const Descriptor&)>& predicate) const {
     for (int r = 0; r < world; ++r)
         if (!predicate(channel_->descriptor(r))) return false;
@@ -177,21 +185,43 @@ void Communicator::reject(OpCode op, const std::string& text) {
     });
 }
 
+template <class F>
+void Communicator::round_trips(int rounds, F&& f) {
+    const int neighbour = rank ^ 1;
+    if (neighbour >= world) return channel_->skip_chunks(rounds);
+    // They take turns; the collect phase is theirs, and equal on all ranks afterwards.
+    int64_t start = now_ns();
+    for (int i = 1; i <= rounds; ++i) {
+        const uint32_t want = channel_->chunk + i;
+        if (rank < neighbour) channel_->signal(kCollect, want);
+        channel_->wait(neighbour, kCollect, want);
+        if (rank > neighbour) channel_->signal(kCollect, want);
+        const int64_t now = now_ns();
+        f(now - start);
+        start = now;
+    }
+    channel_->skip_chunks(rounds);
+}
+
 double Communicator::ping(int rounds) {
     return call(OpCode::ping, [&] {
         enter(DescriptorBuilder(OpCode::ping).d);
-        const int64_t start = now_ns();
-        // Ranks 0 and 1 take turns; the collect phase is theirs, and equal on all ranks afterwards.
-        for (int i = 1; i <= rounds && rank < 2 && world > 1; ++i) {
-            const uint32_t want = channel_->chunk + i;
-            if (rank == 0) channel_->signal(kCollect, want);
-            channel_->wait(1 - rank, kCollect, want);
-            if (rank == 1) channel_->signal(kCollect, want);
-        }
-        const int64_t ns = now_ns() - start;
-        channel_->finish_chunks(rounds);
-        return rounds > 0 ? static_cast<double>(ns) / rounds : 0.0;
+        int64_t total = 0;
+        round_trips(rounds, [&](int64_t ns) { total += ns; });
+        channel_->leave();
+        return rounds > 0 ? static_cast<double>(total) / rounds : 0.0;
     });
+}
+
+void Communicator::probe(int64_t bytes) {
+    constexpr int64_t kLarge = 512 << 10;
+    constexpr uint32_t kEvery = 256;
+    constexpr int kRounds = 16;
+    constexpr int64_t kNearNs = 250;
+    if (bytes < kLarge || oversubscribed_ || world == 1 || large_calls_++ % kEvery != 0) return;
+    int64_t shortest = INT64_MAX;
+    round_trips(kRounds, [&](int64_t ns) { shortest = min64(shortest, ns); });
+    tuning_ = coconet::tuning(world, shortest < kNearNs, false);
 }
 
 }  // namespace coconet

@@ -15,6 +15,7 @@
 #include "cpu/heap.h"
 #include "cpu/liveness.h"
 #include "cpu/rendezvous.h"
+#include "cpu/tuning.h"
 
 namespace coconet {
 
@@ -22,8 +23,9 @@ struct CommunicatorOptions {
     int rank;
     int64_t heap_bytes;
     double timeout_seconds;
-    bool check = true;         // compare what the ranks call
-    uint32_t first_epoch = 0;  // where the counters start
+    bool check = true;            // compare what the ranks call
+    uint32_t first_epoch = 0;     // where the counters start
+    bool oversubscribed = false;  // there are more ranks than cores
 };
 
 class Communicator {
@@ -60,6 +62,14 @@ class Communicator {
     // Publishes what this rank calls and learns what the others call; throws on every rank when
     // they disagree or one of them was given bad arguments. allocates: the call may allocate.
     void enter(const Descriptor& mine, bool allocates = false);
+    // After enter(), in a call that moves this much on every rank: finds out every now and then
+    // whether the ranks' cores share a cache, since the host may move them.
+    void probe(int64_t bytes);
+    // Before enter(): data that peers may read until they enter the next call.
+    void attach(const void* data, int64_t bytes);
+    const char* attachment_of(int peer) const {
+        return attachment(peer, channel_->next_epoch() - 1);
+    }
     // After enter(mine, true): a block of the heap with the same offset on every rank; nothing when
     // the heap has no room.
     std::optional<Heap::Block> allocate(int64_t bytes);
@@ -73,9 +83,11 @@ class Communicator {
     Heap::Block empty(int64_t bytes);
     // This rank's arguments are bad: tells the peers, who raise it, and returns at once.
     void reject(OpCode op, const std::string& text);
-    // Nanoseconds per flag round trip between ranks 0 and 1.
+    // Nanoseconds per flag round trip with the neighbour (ranks 0 and 1, 2 and 3, ...), on average;
+    // 0 where there is none.
     double ping(int rounds);
 
+    const Tuning& tuning() const { return tuning_; }
     const std::shared_ptr<Heap>& heap() const { return heap_; }
     bool closed() const { return !cause_.empty(); }
     // Drops the peers' memory and tells them. Tensors in the own heap stay valid.
@@ -84,12 +96,21 @@ class Communicator {
 
   private:
     void check_usable(OpCode op) const;
+    // Round trips with the neighbour, handed to f one by one.
+    template <class F>
+    void round_trips(int rounds, F&& f);
     void shut(ErrorKind kind, const std::string& cause);
     void abandon(const char* cause);
     bool forked() const;
     ControlBlock* control(int r) const;
+    char* attachment(int r, uint32_t epoch) const {
+        return segments_[r]->data() + kAttachmentOffset + (epoch & 1) * kAttachmentBytes;
+    }
 
     const bool check_;
+    const bool oversubscribed_;
+    Tuning tuning_;
+    uint32_t large_calls_ = 0;
     const int fork_generation_;
     std::shared_ptr<Heap> heap_;
     std::vector<Segment*> segments_;               // by rank; the own one belongs to the heap

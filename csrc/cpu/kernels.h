@@ -8,24 +8,26 @@
 
 namespace coconet {
 
-// The ranks' staging areas (see layout.h).
+// The ranks' staging areas (see layout.h), and how much of a slot is used.
 struct Stage {
+    int64_t chunk_bytes;
     char* input[kMaxRanks];
     char* result[kMaxRanks];
 };
 
 // all_reduce and reduce_scatter of one tensor.
 struct ReduceArgs {
-    // in the heap: every rank's input, and the outputs to write, the own one first
+    // direct and one-shot: every rank's input, and the outputs to write, the own one first
     const void* src[kMaxRanks];
     void* dst[kMaxRanks];
     int num_dst;
-    // not in the heap: the own operands, moved through the stage
+    // staged: the own operands, moved through the stage
     const void* input;
     void* output;
     Stage stage;
 
-    float scale;
+    DType dtype;
+    double scale;
     bool stream;  // write past the cache
 };
 
@@ -38,6 +40,7 @@ struct AdamArgs {
     const void* const* gradients;  // own, per tensor; nullptr: absent
     Stage stage;
 
+    DType dtype;
     AdamConstants constants;
     const AdamStep* steps;  // per tensor
     float *exp_avg, *exp_avg_sq, *master;
@@ -47,18 +50,22 @@ struct AdamArgs {
 struct Kernels {
     const char* isa;
     void (*copy)(void* dst, const void* src, int64_t bytes, bool stream);
-    // By dtype: f32, bf16, f16.
-    void (*all_reduce[kNumComputeDTypes])(Channel&, const FlatSlices&, const ReduceArgs&);
-    void (*all_reduce_staged[kNumComputeDTypes])(Channel&, const FlatSlices&, const ReduceArgs&);
-    void (*reduce_scatter[kNumComputeDTypes])(Channel&, const DimSlices&, const ReduceArgs&);
-    void (*reduce_scatter_staged[kNumComputeDTypes])(Channel&, const DimSlices&, const ReduceArgs&);
-    void (*rs_adam_ag[kNumComputeDTypes])(Channel&, const AdamArgs&);
-    void (*rs_adam_ag_staged[kNumComputeDTypes])(Channel&, const AdamArgs&);
+    void (*all_reduce)(Channel&, const FlatSlices&, const ReduceArgs&);
+    void (*all_reduce_staged)(Channel&, const FlatSlices&, const ReduceArgs&);
+    void (*reduce_scatter)(Channel&, const DimSlices&, const ReduceArgs&);
+    void (*reduce_scatter_staged)(Channel&, const DimSlices&, const ReduceArgs&);
+    // The inputs came with the calls' descriptors: no rank waits for another any more.
+    void (*reduce_one_shot)(Channel&, const DimSlices&, const ReduceArgs&);
+    void (*rs_adam_ag)(Channel&, const AdamArgs&);
+    void (*rs_adam_ag_staged)(Channel&, const AdamArgs&);
 };
 
-// The variant for this processor, or the portable one where COCONET_ISA=portable asks for it.
+// The widest variant that this processor has, or the one that COCONET_ISA names.
 const Kernels& kernels();
 
+namespace avx512 {
+extern const Kernels kKernels;
+}
 namespace avx2 {
 extern const Kernels kKernels;
 }

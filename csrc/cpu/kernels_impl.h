@@ -103,32 +103,91 @@ struct StagedAdamIo {
     }
 };
 
+// Integers are only summed.
 template <class T>
+auto reduce_op([[maybe_unused]] const ReduceArgs& args) {
+    using Sum = SumOf<T>;
+    if constexpr (static_cast<Sum>(0.5) != 0)
+        return ScaleOp<Sum>{static_cast<Sum>(args.scale)};
+    else
+        return SumOp{};
+}
+
+template <class T>
+struct Type {
+    using type = T;
+};
+
+// Calls f(Type<T>) with the element type.
+template <class F>
+void with_adam_type(DType dtype, F&& f) {
+    switch (dtype) {
+        case DType::bf16:
+            return f(Type<bf16_t>{});
+        case DType::f16:
+            return f(Type<f16_t>{});
+        default:
+            return f(Type<float>{});
+    }
+}
+template <class F>
+void with_reduce_type(DType dtype, F&& f) {
+    switch (dtype) {
+        case DType::f64:
+            return f(Type<double>{});
+        case DType::i64:
+            return f(Type<uint64_t>{});  // the same sum, and overflow is defined
+        case DType::i32:
+            return f(Type<uint32_t>{});
+        default:
+            return with_adam_type(dtype, f);
+    }
+}
+
 void all_reduce(Channel& channel, const FlatSlices& slices, const ReduceArgs& args) {
-    CpuMachine machine{channel, channel.rank};
-    rs_op_ag(machine, slices, AllReduceIo<T>{args, channel.world, args.stream},
-             ScaleOp{args.scale});
+    with_reduce_type(args.dtype, [&](auto type) {
+        using T = typename decltype(type)::type;
+        CpuMachine<SumOf<T>> machine{channel, channel.rank};
+        rs_op_ag(machine, slices, AllReduceIo<T>{args, channel.world, args.stream},
+                 reduce_op<T>(args));
+    });
 }
 
-template <class T>
 void all_reduce_staged(Channel& channel, const FlatSlices& slices, const ReduceArgs& args) {
-    CpuMachine machine{channel, channel.rank};
-    rs_op_ag_staged(machine, slices, StagedReduceIo<T, true>{args}, ScaleOp{args.scale}, args.stage,
-                    args.stream);
+    with_reduce_type(args.dtype, [&](auto type) {
+        using T = typename decltype(type)::type;
+        CpuMachine<SumOf<T>> machine{channel, channel.rank};
+        rs_op_ag_staged(machine, slices, StagedReduceIo<T, true>{args}, reduce_op<T>(args),
+                        args.stage, args.stream);
+    });
 }
 
-template <class T>
 void reduce_scatter(Channel& channel, const DimSlices& slices, const ReduceArgs& args) {
-    CpuMachine machine{channel, channel.rank};
-    rs_op_ag(machine, slices, ReduceScatterIo<T>{{args, channel.world, args.stream}},
-             ScaleOp{args.scale});
+    with_reduce_type(args.dtype, [&](auto type) {
+        using T = typename decltype(type)::type;
+        CpuMachine<SumOf<T>> machine{channel, channel.rank};
+        rs_op_ag(machine, slices, ReduceScatterIo<T>{{args, channel.world, args.stream}},
+                 reduce_op<T>(args));
+    });
 }
 
-template <class T>
+void reduce_one_shot(Channel& channel, const DimSlices& slices, const ReduceArgs& args) {
+    with_reduce_type(args.dtype, [&](auto type) {
+        using T = typename decltype(type)::type;
+        const CpuMachine<SumOf<T>> machine{channel, channel.rank};
+        reduce_slice(machine, slices, ReduceScatterIo<T>{{args, channel.world, false}},
+                     reduce_op<T>(args));
+    });
+    channel.leave();
+}
+
 void reduce_scatter_staged(Channel& channel, const DimSlices& slices, const ReduceArgs& args) {
-    CpuMachine machine{channel, channel.rank};
-    rs_op_ag_staged(machine, slices, StagedReduceIo<T, false>{args}, ScaleOp{args.scale},
-                    args.stage, args.stream);
+    with_reduce_type(args.dtype, [&](auto type) {
+        using T = typename decltype(type)::type;
+        CpuMachine<SumOf<T>> machine{channel, channel.rank};
+        rs_op_ag_staged(machine, slices, StagedReduceIo<T, false>{args}, reduce_op<T>(args),
+                        args.stage, args.stream);
+    });
 }
 
 template <class T>
@@ -137,35 +196,34 @@ AdamOp<T> adam_op(const AdamArgs& args) {
             args.exp_avg,   args.exp_avg_sq, args.master};
 }
 
-template <class T>
 void rs_adam_ag(Channel& channel, const AdamArgs& args) {
-    CpuMachine machine{channel, channel.rank};
-    rs_op_ag(machine, args.slices, AdamIo<T>{args, channel.rank, channel.world, args.stream},
-             adam_op<T>(args));
+    with_adam_type(args.dtype, [&](auto type) {
+        using T = typename decltype(type)::type;
+        CpuMachine<float> machine{channel, channel.rank};
+        rs_op_ag(machine, args.slices, AdamIo<T>{args, channel.rank, channel.world, args.stream},
+                 adam_op<T>(args));
+    });
 }
 
-template <class T>
 void rs_adam_ag_staged(Channel& channel, const AdamArgs& args) {
-    CpuMachine machine{channel, channel.rank};
-    rs_op_ag_staged(machine, args.slices, StagedAdamIo<T>{args, channel.world}, adam_op<T>(args),
-                    args.stage, args.stream);
+    with_adam_type(args.dtype, [&](auto type) {
+        using T = typename decltype(type)::type;
+        CpuMachine<float> machine{channel, channel.rank};
+        rs_op_ag_staged(machine, args.slices, StagedAdamIo<T>{args, channel.world},
+                        adam_op<T>(args), args.stage, args.stream);
+    });
 }
 
 void copy(void* dst, const void* src, int64_t bytes, bool stream) {
-    CpuMachine::copy_bytes(static_cast<char*>(dst), static_cast<const char*>(src), bytes, stream);
+    copy_bytes(dst, src, bytes, stream);
 }
 
 }  // namespace
 
 const Kernels kKernels = {
-    COCONET_ISA_NAME,
-    copy,
-    {all_reduce<float>, all_reduce<bf16_t>, all_reduce<f16_t>},
-    {all_reduce_staged<float>, all_reduce_staged<bf16_t>, all_reduce_staged<f16_t>},
-    {reduce_scatter<float>, reduce_scatter<bf16_t>, reduce_scatter<f16_t>},
-    {reduce_scatter_staged<float>, reduce_scatter_staged<bf16_t>, reduce_scatter_staged<f16_t>},
-    {rs_adam_ag<float>, rs_adam_ag<bf16_t>, rs_adam_ag<f16_t>},
-    {rs_adam_ag_staged<float>, rs_adam_ag_staged<bf16_t>, rs_adam_ag_staged<f16_t>},
+    COCONET_ISA_NAME,  copy,           all_reduce,
+    all_reduce_staged, reduce_scatter, reduce_scatter_staged,
+    reduce_one_shot,   rs_adam_ag,     rs_adam_ag_staged,
 };
 
 }  // namespace coconet::COCONET_ISA

@@ -13,34 +13,32 @@ Output reduce_scatter(Communicator& comm, const Operand& x, int64_t dim, bool av
                       const NewOutput& new_output) {
     return comm.call(OpCode::reduce_scatter, [&]() -> Output {
         const DimSlices slices = dim_slices(x, dim, split, comm.world);
-        const int64_t offset = comm.heap()->offset_of(x.data, x.bytes());
         DescriptorBuilder builder(OpCode::reduce_scatter);
         builder.add(static_cast<int64_t>(x.dtype)).add(static_cast<int64_t>(average));
         builder.add(static_cast<int64_t>(split)).add(dim).add_shape(x.sizes, x.dims);
-        builder.d.operands[0] = offset;
-        comm.enter(builder.d, offset >= 0);
+        const Path path = enter(comm, builder.d, x, true);
+        comm.probe(x.bytes());
 
-        const bool direct = comm.all_ranks([](const Descriptor& d) { return d.operands[0] >= 0; });
-        Output block;
         // The first rank's slice is the longest, whatever the split.
-        if (direct) block = comm.allocate(slices.size(0) * x.itemsize);
+        const int64_t longest = slices.size(0) * x.itemsize;
+        Output block;
+        if (path == Path::direct) block = comm.allocate(longest);
         void* output =
             block ? comm.heap_of(comm.rank) + block->offset : new_output(slices.rows(comm.rank));
-        ReduceArgs args;
-        args.scale = average ? 1.0f / comm.world : 1.0f;
-        args.stream = slices.size(0) * x.itemsize > kStreamBytes;
-        const int dtype = static_cast<int>(x.dtype);
-        if (direct) {
-            args.dst[0] = output;
-            args.num_dst = 1;
-            for (int r = 0; r < comm.world; ++r)
-                args.src[r] = comm.heap_of(r) + comm.channel().descriptor(r).operands[0];
-            kernels().reduce_scatter[dtype](comm.channel(), slices, args);
-        } else {
-            args.input = x.data;
-            args.output = output;
-            args.stage = stage_of(comm);
-            kernels().reduce_scatter_staged[dtype](comm.channel(), slices, args);
+        ReduceArgs args = reduce_args(comm, path, x, average);
+        args.stream = writes_past_cache(comm, path, longest);
+        args.dst[args.num_dst++] = output;
+        args.output = output;
+        switch (path) {
+            case Path::direct:
+                kernels().reduce_scatter(comm.channel(), slices, args);
+                break;
+            case Path::one_shot:
+                kernels().reduce_one_shot(comm.channel(), slices, args);
+                break;
+            case Path::staged:
+                kernels().reduce_scatter_staged(comm.channel(), slices, args);
+                break;
         }
         return block;
     });

@@ -119,6 +119,7 @@ void rs_adam_ag(TensorList& list, DType dtype, const std::vector<void*>& weights
 
         AdamArgs args;
         args.slices = list.slices();
+        args.dtype = dtype;
         for (int r = 0; r < comm.world; ++r) {
             args.heaps[r] = comm.heap_of(r);
             args.entries[r] = reinterpret_cast<const TensorEntry*>(
@@ -126,6 +127,7 @@ void rs_adam_ag(TensorList& list, DType dtype, const std::vector<void*>& weights
         }
         check_sizes(comm, list.size(), args.entries);
         count_steps(list, hyper, args.entries);
+        comm.probe(list.total * itemsize);
         args.weights = weights.data();
         args.gradients = gradients.data();
         args.constants = adam_constants(hyper, comm.world);
@@ -133,13 +135,14 @@ void rs_adam_ag(TensorList& list, DType dtype, const std::vector<void*>& weights
         args.exp_avg = exp_avg;
         args.exp_avg_sq = exp_avg_sq;
         args.master = master;
-        args.stream = list.slice * itemsize > kStreamBytes;
-        const int type = static_cast<int>(dtype);
-        if (comm.all_ranks([](const Descriptor& d) { return d.operands[0] != 0; })) {
-            kernels().rs_adam_ag[type](comm.channel(), args);
+        const bool direct = comm.all_ranks([](const Descriptor& d) { return d.operands[0] != 0; });
+        args.stream =
+            writes_past_cache(comm, direct ? Path::direct : Path::staged, list.total * itemsize);
+        if (direct) {
+            kernels().rs_adam_ag(comm.channel(), args);
         } else {
             args.stage = stage_of(comm);
-            kernels().rs_adam_ag_staged[type](comm.channel(), args);
+            kernels().rs_adam_ag_staged(comm.channel(), args);
         }
     });
 }

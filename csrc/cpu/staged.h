@@ -14,7 +14,7 @@
 
 #include "cpu/kernels.h"
 
-namespace coconet {
+namespace coconet::COCONET_ISA {
 
 template <class Machine, class Slices, class Io, class Op>
 COCONET_HD void rs_op_ag_staged(Machine& m, const Slices& slices, const Io& io, const Op& op,
@@ -24,7 +24,7 @@ COCONET_HD void rs_op_ag_staged(Machine& m, const Slices& slices, const Io& io, 
     Channel& channel = m.channel;
     const int rank = channel.rank, world = channel.world;
     // Elements of each slice per chunk.
-    const int64_t step = kStageSlotBytes / sizeof(In) / world / kSliceAlign * kSliceAlign;
+    const int64_t step = stage.chunk_bytes / sizeof(In) / world / kSliceAlign * kSliceAlign;
     int64_t longest = 0;
     for (int r = 0; r < world; ++r) longest = max64(longest, slices.size(r));
     const int64_t num_chunks = ceil_div(longest, step);
@@ -50,8 +50,8 @@ COCONET_HD void rs_op_ag_staged(Machine& m, const Slices& slices, const Io& io, 
             if (peer == rank) continue;
             for_chunk(peer, k, [&](const Run& run) {
                 if (!io.contributes(rank, run.tensor)) return;
-                m.copy(area + peer * step + run.index - k * step, io.input(run),
-                       run.length * sizeof(In), false);
+                copy_bytes(area + peer * step + run.index - k * step, io.input(run),
+                           run.length * sizeof(In), false);
             });
         }
         channel.signal(kPublish, chunk + 1);
@@ -85,8 +85,8 @@ COCONET_HD void rs_op_ag_staged(Machine& m, const Slices& slices, const Io& io, 
             const Out* results = reinterpret_cast<const Out*>(slot(stage.result[peer], chunk));
             for_chunk(peer, k, [&](const Run& run) {
                 if (!io.anyone(run.tensor)) return;
-                m.copy(io.output(run), results + run.index - k * step, run.length * sizeof(Out),
-                       stream);
+                copy_bytes(io.output(run), results + run.index - k * step, run.length * sizeof(Out),
+                           stream);
             });
         }
         channel.signal(kCollect, chunk + 1);
@@ -103,4 +103,4 @@ COCONET_HD void rs_op_ag_staged(Machine& m, const Slices& slices, const Io& io, 
     channel.finish_chunks(static_cast<uint32_t>(num_chunks));
 }
 
-}  // namespace coconet
+}  // namespace coconet::COCONET_ISA
