@@ -14,24 +14,25 @@ PERIOD = 2**20 + 7
 TILE = (torch.arange(2 * PERIOD) % PERIOD % 61).to(torch.bfloat16)  # two periods
 
 
-def _pieces(start: int, numel: int):
-    """Elements [start, start + numel) of the periodic pattern: (place, values), piece by piece."""
-    for at in range(0, numel, PERIOD):
+def _pieces(x: torch.Tensor, start: int, pattern: torch.Tensor):
+    """Pieces of x, and what they should hold if x were elements start, start + 1, ... of the
+    periodic pattern."""
+    for at in range(0, x.numel(), PERIOD):
+        piece = x[at : at + PERIOD]
         phase = (start + at) % PERIOD
-        yield slice(at, min(at + PERIOD, numel)), TILE[phase : phase + min(PERIOD, numel - at)]
+        yield at, piece, pattern[phase : phase + piece.numel()]
 
 
 def _fill(x: torch.Tensor, add: int) -> None:
-    for place, values in _pieces(0, x.numel()):
-        x[place] = values + add
+    for _, piece, wanted in _pieces(x, 0, (TILE + add).to(x.dtype)):
+        piece.copy_(wanted)
 
 
 def _check(x: torch.Tensor, start: int, times: int, add: int) -> None:
-    for place, values in _pieces(start, x.numel()):
-        expected = (times * values + add).to(x.dtype)
-        if not torch.equal(x[place], expected):
-            wrong = (x[place] != expected).nonzero()[0].item()
-            raise AssertionError(f"element {place.start + wrong}")
+    for at, piece, wanted in _pieces(x, start, (times * TILE + add).to(x.dtype)):
+        # As bytes, in numpy: several times faster than torch.equal here.
+        same = piece.view(torch.uint8).numpy() == wanted.view(torch.uint8).numpy()
+        assert same.all(), f"element {at + same.argmin() // x.itemsize}"
 
 
 def _ops() -> None:
