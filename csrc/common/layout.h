@@ -85,8 +85,13 @@ struct ControlBlock {
 // Staging for operands outside the heap: per rank kStageSlots chunks of input for the peers and as
 // many of results, so that a rank publishes one chunk while its peers still work on those before.
 // A power of two: chunk numbers wrap.
+#if defined(COCONET_STRESS)  // the native tests: many chunks, and no slot to spare
+constexpr int kStageSlots = 2;
+constexpr int64_t kStageSlotBytes = 16 << 10;
+#else
 constexpr int kStageSlots = 4;
 constexpr int64_t kStageSlotBytes = 256 << 10;
+#endif
 
 constexpr int64_t kPage = 4096, kHugePage = 2 << 20;
 constexpr int64_t kStageOffset = round_up(sizeof(ControlBlock), kPage);

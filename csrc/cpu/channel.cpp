@@ -78,6 +78,7 @@ Channel::Channel(int rank, int world, ControlBlock* const* blocks, Liveness& liv
 
 void Channel::signal(Phase phase, uint32_t value) {
     if (phase == fault_phase_) raise(fault_signal_);
+    perturb();
     Signal& s = blocks_[rank]->signals[phase];
     flush_streaming_stores();
     // seq_cst on both: either this rank sees the sleeper, or the sleeper sees the new value.

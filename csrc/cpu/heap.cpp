@@ -4,7 +4,7 @@
 
 namespace coconet {
 
-Heap::Heap(std::unique_ptr<Segment> segment, int64_t capacity)
+Heap::Heap(std::shared_ptr<Segment> segment, int64_t capacity)
     : segment_(std::move(segment)),
       capacity_(capacity),
       freed_(new std::atomic<uint64_t>[kMaxBlocks / 64]()) {
@@ -59,11 +59,11 @@ void Heap::release(int slot) {
 }
 
 void Heap::mark_freed(int slot) {
-    freed_[slot / 64].fetch_or(uint64_t{1} << slot % 64, std::memory_order_relaxed);
+    freed_[slot / 64].fetch_or(uint64_t{1} << slot % 64, std::memory_order_release);
 }
 
 void Heap::publish_freed(FreedBlocks* out) const {
-    for (int w = 0; w < words(); ++w) out->bits[w] = freed_[w].load(std::memory_order_relaxed);
+    for (int w = 0; w < words(); ++w) out->bits[w] = freed_[w].load(std::memory_order_acquire);
 }
 
 void Heap::reclaim(const FreedBlocks* const* freed, int world) {

@@ -10,6 +10,12 @@
 
 namespace coconet::COCONET_ISA {
 
+#if defined(COCONET_PLAIN_STORES)  // sanitizers don't see the intrinsics of streaming stores
+constexpr bool kStreamingStores = false;
+#else
+constexpr bool kStreamingStores = true;
+#endif
+
 struct CpuMachine {
 #if defined(COCONET_ISA_AVX2)
     static constexpr int kLanes = 8;
@@ -56,7 +62,7 @@ struct CpuMachine {
 
     static COCONET_HD void copy_bytes(char* dst, const char* src, int64_t bytes, bool stream) {
         int64_t i = 0;
-        if (stream && reinterpret_cast<uintptr_t>(dst) % 32 == 0)
+        if (kStreamingStores && stream && reinterpret_cast<uintptr_t>(dst) % 32 == 0)
             for (; i + 64 <= bytes; i += 64) {
                 const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i));
                 const __m256i high =
@@ -78,7 +84,7 @@ struct CpuMachine {
 
     template <bool Stream>
     COCONET_HD void store_pack(float* p, Pack x) const {
-        if (Stream)
+        if (Stream && kStreamingStores)
             _mm256_stream_ps(p, x);
         else
             _mm256_storeu_ps(p, x);
@@ -98,7 +104,7 @@ struct CpuMachine {
     }
     template <bool Stream>
     static COCONET_HD void store128(void* p, __m128i x) {
-        if (Stream)
+        if (Stream && kStreamingStores)
             _mm_stream_si128(static_cast<__m128i*>(p), x);
         else
             _mm_storeu_si128(static_cast<__m128i*>(p), x);
@@ -131,7 +137,7 @@ struct CpuMachine {
     }
     template <class T>
     COCONET_HD Pack load(const T* p, AllLanes) const {
-        Pack x;
+        Pack x{};
         for (int k = 0; k < kLanes; ++k) x[k] = to_float(p[k]);
         return x;
     }
