@@ -12,7 +12,9 @@ Heap::Heap(std::shared_ptr<Segment> segment, int64_t capacity)
 }
 
 int64_t Heap::offset_of(const void* p, int64_t bytes) const {
-    const int64_t offset = static_cast<const char*>(p) - data();
+    // As numbers: pointers into different objects have no difference.
+    const auto offset =
+        static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) - reinterpret_cast<uintptr_t>(data()));
     return offset >= 0 && offset + bytes <= capacity_ ? offset : kPrivate;
 }
 

@@ -7,10 +7,9 @@ namespace coconet {
 std::vector<std::shared_ptr<Communicator>> local_communicators(int world,
                                                                CommunicatorOptions options) {
     if (world < 1 || world > kMaxRanks)
-        throw Error(ErrorKind::communicator, "Communicator: the world size is " +
-                                                 std::to_string(world) +
-                                                 "; it must be between 1 and " +
-                                                 std::to_string(kMaxRanks));
+        throw Error(ErrorKind::communicator,
+                    "Communicator: the world size is " + std::to_string(world) +
+                        "; it must be between 1 and " + std::to_string(kMaxRanks));
     Rendezvous::Result shared;
     for (int r = 0; r < world; ++r)
         shared.segments.emplace_back(Segment::create(kHeapOffset + options.heap_bytes));

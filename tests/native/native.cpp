@@ -122,7 +122,8 @@ int64_t Tensor::numel() const {
 
 NewOutput Tensor::new_output(int64_t dim) {
     return [this, dim](int64_t size) -> void* {
-        if (!sizes_.empty() && sizes_[dim] != size) failed("an output of another size was asked for");
+        if (!sizes_.empty() && sizes_[dim] != size)
+            failed("an output of another size was asked for");
         own_.assign(numel() * itemsize_ + 1, static_cast<char>(0xff));
         return data_ = own_.data();
     };
@@ -158,7 +159,8 @@ float expected(const Communicator& comm, const Reduction& r, int64_t i) {
 
 std::unique_ptr<Tensor> input(Communicator& comm, const Reduction& r) {
     auto x = std::make_unique<Tensor>(comm, itemsize(r.dtype), r.sizes, r.place);
-    for (int64_t i = 0; i < x->numel(); ++i) put(r.dtype, x->data(), i, value(comm.rank, i, r.salt));
+    for (int64_t i = 0; i < x->numel(); ++i)
+        put(r.dtype, x->data(), i, value(comm.rank, i, r.salt));
     return x;
 }
 
@@ -225,8 +227,8 @@ std::unique_ptr<Tensor> check_all_gather(Communicator& comm, DType dtype, int64_
         shard.data()[i] = static_cast<char>(byte(comm.rank, i, salt));
     auto y = std::make_unique<Tensor>(comm, itemsize, std::vector<int64_t>{outer, total, inner});
     int64_t found = 0;
-    y->adopt(all_gather(comm, shard.operand(dtype), 1, salt % 2 ? total : -1, y->new_output(1),
-                        &found));
+    y->adopt(
+        all_gather(comm, shard.operand(dtype), 1, salt % 2 ? total : -1, y->new_output(1), &found));
     expect(found == total, "all_gather: another number of rows in total");
     const auto* at = reinterpret_cast<const unsigned char*>(y->data());
     for (int64_t o = 0; o < outer; ++o)

@@ -22,8 +22,8 @@ struct Case {
     void (*run)();
 };
 
-#define CASE(name)                           \
-    static void name();                      \
+#define CASE(name)                              \
+    static void name();                         \
     static const Case case_##name(#name, name); \
     static void name()
 
@@ -87,7 +87,8 @@ inline void put(DType dtype, void* p, int64_t i, float value) {
     with_type(dtype, [&](auto t) { from_float(value, static_cast<decltype(t)*>(p) + i); });
 }
 inline float get(DType dtype, const void* p, int64_t i) {
-    return with_type(dtype, [&](auto t) { return to_float(static_cast<const decltype(t)*>(p)[i]); });
+    return with_type(dtype,
+                     [&](auto t) { return to_float(static_cast<const decltype(t)*>(p)[i]); });
 }
 
 // --- tensors -------------------------------------------------------------------------------------
@@ -98,7 +99,8 @@ constexpr Place kPlaces[] = {Place::heap, Place::own, Place::mixed};
 // Contiguous. The start is shifted by a few elements, differently on each rank.
 class Tensor {
   public:
-    // A collective call, unless place is own. room: elements to allocate, where ranks differ in size.
+    // A collective call, unless place is own. room: elements to allocate, where ranks differ in
+    // size.
     Tensor(Communicator& comm, int64_t itemsize, std::vector<int64_t> sizes, Place place,
            int64_t room = 0);
     // An output: the block, or memory from new_output().

@@ -68,7 +68,8 @@ class Sequence {
             std::vector<int64_t> rows;
             for (int r = 0; r < comm_.world; ++r) rows.push_back(size());
             const int64_t outer = 1 + below(shared_, 2);
-            keep(check_all_gather(comm_, DType::f32, 4, outer, rows, 1, place(), below(shared_, 1000)));
+            keep(check_all_gather(comm_, DType::f32, 4, outer, rows, 1, place(),
+                                  below(shared_, 1000)));
         } else if (choice < 10) {
             auto& adam = adams_[below(shared_, 3)];
             adam->step(below(shared_, 2) ? 0 : shared_(), below(shared_, 1000));
@@ -103,8 +104,8 @@ class Sequence {
             expect_in("was given bad arguments: bad arguments", text);
         }
         if (below(shared_, 3) == 0 && comm_.world > 1) {
-            const std::string text = raised(ErrorKind::mismatch,
-                                            [&] { adams_[1]->disagree(comm_.rank == 0 ? 1 : 2); });
+            const std::string text =
+                raised(ErrorKind::mismatch, [&] { adams_[1]->disagree(comm_.rank == 0 ? 1 : 2); });
             expect_in("disagree on lr", text);
         }
         if (below(shared_, 4) == 0)
