@@ -1,5 +1,7 @@
 # make bench   set up .venv, build, run the microbenchmark of every op  (BENCH_ARGS="--ranks 4")
 # make test    set up .venv, build, run every test                      (TEST_ARGS="-k adam")
+# make native  build and run the native tests of csrc/cpu: no Python, no torch
+# make sanitize  the same plain, under ThreadSanitizer, and under AddressSanitizer with UBSan
 # make lint | format | setup | clean
 #
 # The stamps in .venv remember what is done, so a second run starts at once.
@@ -16,8 +18,10 @@ CPP := $(shell find csrc python -name '*.h' -o -name '*.cpp' 2>/dev/null)
 CPP_DIRS := $(shell find csrc python -type d -not -name __pycache__ 2>/dev/null)
 BENCH_ARGS ?=
 TEST_ARGS ?=
+# Headers and sources outside the extension.
+CPP_TESTS := $(wildcard tests/native/*.h tests/native/*.cpp)
 
-.PHONY: bench test lint format setup clean
+.PHONY: bench test native sanitize lint format setup clean
 
 bench: setup
 	$(BIN)/coconet-bench all $(BENCH_ARGS)
@@ -25,17 +29,25 @@ bench: setup
 test: setup
 	$(BIN)/pytest $(TEST_ARGS)
 
+native:
+	@$(MAKE) --no-print-directory -C tests/native run
+
+sanitize:
+	@for mode in plain thread address; do \
+	    $(MAKE) --no-print-directory -C tests/native run MODE=$$mode; \
+	done
+
 lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@echo "clang-format --dry-run -Werror: $(words $(CPP)) files"
-	@printf '%s\n' $(CPP) | xargs -r $(BIN)/clang-format --dry-run -Werror
+	@echo "clang-format --dry-run -Werror: $(words $(CPP) $(CPP_TESTS)) files"
+	@printf '%s\n' $(CPP) $(CPP_TESTS) | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 format: $(VENV)/.tools
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	@echo "clang-format -i: $(words $(CPP)) files"
-	@printf '%s\n' $(CPP) | xargs -r $(BIN)/clang-format -i
+	@echo "clang-format -i: $(words $(CPP) $(CPP_TESTS)) files"
+	@printf '%s\n' $(CPP) $(CPP_TESTS) | xargs -r $(BIN)/clang-format -i
 
 setup: $(VENV)/.installed $(VENV)/.built
 

@@ -84,13 +84,19 @@ struct ControlBlock {
 
 // Staging for operands outside the heap: per rank kStageSlots chunks of input for the peers and as
 // many of results, so that a rank publishes one chunk while its peers still work on those before.
-// A power of two: chunk numbers wrap.
+// A power of two: chunk numbers wrap. Smaller inputs travel with the descriptor, by parity of the
+// call like it.
+#if defined(COCONET_STRESS)  // the native tests: many chunks, and no slot to spare
+constexpr int kStageSlots = 2;
+constexpr int64_t kStageSlotBytes = 16 << 10;
+constexpr int64_t kAttachmentBytes = 2 << 10;
+#else
 constexpr int kStageSlots = 4;
 constexpr int64_t kStageSlotBytes = 256 << 10;
+constexpr int64_t kAttachmentBytes = 64 << 10;
+#endif
 
 constexpr int64_t kPage = 4096, kHugePage = 2 << 20;
-// Small inputs that travel with a descriptor, by parity of the call like it.
-constexpr int64_t kAttachmentBytes = 64 << 10;
 constexpr int64_t kAttachmentOffset = round_up(sizeof(ControlBlock), kPage);
 constexpr int64_t kStageOffset = kAttachmentOffset + 2 * kAttachmentBytes;
 constexpr int64_t kResultOffset = kStageOffset + kStageSlots * kStageSlotBytes;

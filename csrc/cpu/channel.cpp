@@ -76,6 +76,7 @@ Channel::Channel(int rank, int world, ControlBlock* const* blocks, Liveness& liv
 
 void Channel::signal(Phase phase, uint32_t value) {
     if (phase == fault_phase_) raise(fault_signal_);
+    perturb();
     Signal& s = blocks_[rank]->signals[phase];
     flush_streaming_stores();
     // seq_cst on both: either this rank sees the sleeper, or the sleeper sees the new value.
@@ -97,6 +98,10 @@ void Channel::post(const Descriptor& mine) {
 void Channel::enter(const Descriptor& mine) {
     post(mine);
     wait_all(kEnter, epoch_);
+    // A peer may have entered and given up since.
+    for (int peer = 0; peer < world; ++peer)
+        if (peer != rank && blocks_[peer]->failure.set.load(std::memory_order_relaxed))
+            check_peers(kEnter, epoch_);
 }
 
 void Channel::wait_long(int peer, Phase phase, uint32_t want) {

@@ -14,6 +14,13 @@ namespace coconet {
 
 class Liveness;
 
+#if defined(COCONET_STRESS)
+// Defined by the native tests: delays a rank here and there, so that others run ahead of it.
+void perturb();
+#else
+inline void perturb() {}
+#endif
+
 class Channel {
   public:
     Channel(int rank, int world, ControlBlock* const* blocks, Liveness& liveness,
@@ -25,6 +32,7 @@ class Channel {
     void wait(int peer, Phase phase, uint32_t want) {
         const Signal& s = blocks_[peer]->signals[phase];
         if (!reached(s.value.load(std::memory_order_acquire), want)) wait_long(peer, phase, want);
+        perturb();
     }
     void wait_all(Phase phase, uint32_t want) {
         for (int peer = 0; peer < world; ++peer)

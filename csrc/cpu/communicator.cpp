@@ -71,6 +71,7 @@ void Communicator::shut(ErrorKind kind, const std::string& cause) {
     if (closed()) return;
     cause_ = cause;
     cause_kind_ = kind == ErrorKind::interrupted ? ErrorKind::communicator : kind;
+    closed_.store(true, std::memory_order_release);
     if (forked()) {
         // The parent's threads and flags are not this process's to touch.
         (void)liveness_.release();

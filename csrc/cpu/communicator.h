@@ -89,7 +89,7 @@ class Communicator {
 
     const Tuning& tuning() const { return tuning_; }
     const std::shared_ptr<Heap>& heap() const { return heap_; }
-    bool closed() const { return !cause_.empty(); }
+    bool closed() const { return closed_.load(std::memory_order_acquire); }  // from any thread
     // Drops the peers' memory and tells them. Tensors in the own heap stay valid.
     void close();
     void inject_fault(Phase phase, int signal) { channel_->inject_fault(phase, signal); }
@@ -114,10 +114,11 @@ class Communicator {
     const int fork_generation_;
     std::shared_ptr<Heap> heap_;
     std::vector<Segment*> segments_;               // by rank; the own one belongs to the heap
-    std::vector<std::unique_ptr<Segment>> peers_;  // the others
+    std::vector<std::shared_ptr<Segment>> peers_;  // the others
     std::unique_ptr<Liveness> liveness_;
     std::unique_ptr<Channel> channel_;
     std::mutex mutex_;
+    std::atomic<bool> closed_{false};
     std::string cause_;
     ErrorKind cause_kind_ = ErrorKind::communicator;
 };

@@ -4,7 +4,7 @@
 
 namespace coconet {
 
-Heap::Heap(std::unique_ptr<Segment> segment, int64_t capacity)
+Heap::Heap(std::shared_ptr<Segment> segment, int64_t capacity)
     : segment_(std::move(segment)),
       capacity_(capacity),
       freed_(new std::atomic<uint64_t>[kMaxBlocks / 64]()) {
@@ -12,7 +12,9 @@ Heap::Heap(std::unique_ptr<Segment> segment, int64_t capacity)
 }
 
 int64_t Heap::offset_of(const void* p, int64_t bytes) const {
-    const int64_t offset = static_cast<const char*>(p) - data();
+    // As numbers: pointers into different objects have no difference.
+    const auto offset =
+        static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) - reinterpret_cast<uintptr_t>(data()));
     return offset >= 0 && offset + bytes <= capacity_ ? offset : kPrivate;
 }
 
@@ -59,11 +61,11 @@ void Heap::release(int slot) {
 }
 
 void Heap::mark_freed(int slot) {
-    freed_[slot / 64].fetch_or(uint64_t{1} << slot % 64, std::memory_order_relaxed);
+    freed_[slot / 64].fetch_or(uint64_t{1} << slot % 64, std::memory_order_release);
 }
 
 void Heap::publish_freed(FreedBlocks* out) const {
-    for (int w = 0; w < words(); ++w) out->bits[w] = freed_[w].load(std::memory_order_relaxed);
+    for (int w = 0; w < words(); ++w) out->bits[w] = freed_[w].load(std::memory_order_acquire);
 }
 
 void Heap::reclaim(const FreedBlocks* const* freed, int world) {

@@ -26,7 +26,7 @@ class Heap {
         int64_t bytes;
     };
 
-    Heap(std::unique_ptr<Segment> segment, int64_t capacity);
+    Heap(std::shared_ptr<Segment> segment, int64_t capacity);
 
     char* data() const { return segment_->data() + kHeapOffset; }
     int64_t capacity() const { return capacity_; }
@@ -43,16 +43,18 @@ class Heap {
     // End of the part of the heap that was ever in use.
     int64_t high_water() const { return high_water_; }
 
-    // This rank's own; may be called from any thread.
+    // This rank's own; may be called from any thread. What the thread did with the block is done
+    // before a peer gets it: mark_freed releases, publish_freed acquires.
     void mark_freed(int slot);
     void publish_freed(FreedBlocks* out) const;
 
   private:
     int words() const { return static_cast<int>(ceil_div(blocks_.size(), 64)); }
 
-    std::unique_ptr<Segment> segment_;
+    std::shared_ptr<Segment> segment_;
     int64_t capacity_;
-    int64_t allocated_ = 0, high_water_ = 0;
+    std::atomic<int64_t> allocated_{0};  // any thread may ask
+    int64_t high_water_ = 0;
     std::map<int64_t, int64_t> free_;  // offset -> bytes, neighbours merged
     std::vector<Block> blocks_;        // by slot; bytes == 0: unused slot
     std::vector<int> unused_slots_;

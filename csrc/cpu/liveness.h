@@ -15,7 +15,8 @@ namespace coconet {
 
 class Liveness {
   public:
-    // pidfds: one per rank (own entry ignored), taken over; empty to use heartbeats.
+    // pidfds: one per rank (own entry ignored), taken over; empty to use heartbeats. A rank with -1
+    // counts as alive: it is a thread of this process.
     Liveness(int rank, std::vector<ControlBlock*> blocks, std::vector<int> pidfds);
     ~Liveness();
     Liveness(const Liveness&) = delete;

@@ -18,6 +18,12 @@
 
 namespace coconet::COCONET_ISA {
 
+#if defined(COCONET_PLAIN_STORES)  // sanitizers don't see the intrinsics of streaming stores
+constexpr bool kStreamingStores = false;
+#else
+constexpr bool kStreamingStores = true;
+#endif
+
 // Sum: the type in which the elements are added up (SumOf).
 template <class Sum>
 struct CpuMachine {
@@ -57,11 +63,11 @@ struct CpuMachine {
     }
     template <bool Stream>
     COCONET_HD void store_pack(Sum* p, Pack x) const {
-        store_whole<Stream>(p, x);
+        store_whole<Stream && kStreamingStores>(p, x);
     }
     template <bool Stream, class Half>
     COCONET_HD void store_pack(Half* p, Pack x) const {
-        store_narrow<Stream>(p, x);
+        store_narrow<Stream && kStreamingStores>(p, x);
     }
     template <class T>
     COCONET_HD void store(T* p, Pack x, AllLanes) const {
@@ -80,7 +86,7 @@ COCONET_HD void copy_bytes(void* to, const void* from, int64_t bytes, bool strea
     auto* dst = static_cast<char*>(to);
     const auto* src = static_cast<const char*>(from);
     int64_t i = 0;
-    if (stream && reinterpret_cast<uintptr_t>(dst) % kPackBytes == 0)
+    if (kStreamingStores && stream && reinterpret_cast<uintptr_t>(dst) % kPackBytes == 0)
         for (; i + 2 * kPackBytes <= bytes; i += 2 * kPackBytes) {
             Pack x[2];
             __builtin_memcpy(x, src + i, sizeof x);

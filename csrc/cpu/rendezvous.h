@@ -20,7 +20,7 @@ class Rendezvous {
     bool has_pidfd() const { return pidfd_ >= 0; }
 
     struct Result {
-        std::vector<std::unique_ptr<Segment>> segments;  // by rank, the own one included
+        std::vector<std::shared_ptr<Segment>> segments;  // by rank, the own one included
         std::vector<int> pidfds;                         // by rank; empty when not used
     };
     // addresses: by rank. use_pidfds: every rank has one. Throws std::runtime_error or

@@ -18,7 +18,7 @@ COCONET_HD FloatPack sqrt(FloatPack x) {
 
 template <class Half>
 COCONET_HD FloatPack widen(const Half* p) {
-    FloatPack x;
+    FloatPack x{};
     for (int k = 0; k < kFloatLanes; ++k) x[k] = to_float(p[k]);
     return x;
 }
