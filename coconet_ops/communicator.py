@@ -35,7 +35,8 @@ class Communicator:
         group: a ``torch.distributed`` process group; None is the default group. Its ranks must
             share one host. The group serves only to meet; nothing is sent through it later.
         heap_bytes: capacity of each rank's heap, equal on all ranks. Address space only: pages
-            are taken as tensors are allocated. Default: the machine's memory.
+            are taken as tensors are allocated. Default: the machine's memory. Where the system's
+            pool of 2 MiB pages (``vm.nr_hugepages``) has room for all of it, it lies there.
         timeout: how long any wait for a peer may last.
 
     Raises:
@@ -161,6 +162,11 @@ class Communicator:
             if any(not isinstance(n, int) or n < 0 for n in size):
                 raise ValueError(f"empty: size is {size}; sizes are integers >= 0")
         return self._core.empty(list(size), dtype or torch.get_default_dtype())
+
+    @property
+    def huge_pages(self) -> bool:
+        """Whether this rank's heap lies in huge pages of the system's pool."""
+        return self._core.huge_pages
 
     @property
     def tuning(self) -> dict[str, int]:

@@ -275,6 +275,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def_property_readonly("heap_allocated",
                                [](const Communicator& c) { return c.heap()->allocated(); })
         .def_property_readonly(
+            "huge_pages", [](const Communicator& c) { return c.heap()->segment().huge_pages(); })
+        .def_property_readonly(
             "heap_resident",
             [](const Communicator& c) { return c.heap()->segment().resident_bytes(); })
         .def("owns",

@@ -11,35 +11,61 @@
 #include "common/layout.h"
 #include "cpu/system.h"
 
+#ifndef MFD_HUGE_2MB
+#define MFD_HUGE_2MB (21u << 26)
+#endif
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
 
 namespace coconet {
 
+namespace {
+
+// A memfd of this size, sealed so that a peer can't make this rank's accesses fault by shrinking
+// it; -1 and errno.
+int sealed_memfd(int64_t bytes, unsigned flags) {
+    const int fd = memfd_create("coconet", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags);
+    if (fd < 0) return -1;
+    if (ftruncate(fd, bytes) == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0)
+        return fd;
+    const int cause = errno;
+    close(fd);
+    errno = cause;
+    return -1;
+}
+
+void* map_shared(int fd, int64_t bytes, int flags) {
+    return mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | flags, fd, 0);
+}
+
+}  // namespace
+
 Segment* Segment::create(int64_t bytes) {
-    const int fd = memfd_create("coconet", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (fd < 0) throw os_error("memfd_create");
-    // Sealed against shrinking: a peer can't make this rank's accesses fault.
-    if (ftruncate(fd, bytes) != 0 || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
-        const std::system_error error = os_error("sizing the shared segment");
-        close(fd);
-        throw error;
+    // The system's pool of huge pages, where it has enough for all of the segment: without
+    // MAP_NORESERVE they are set aside now, or the mapping fails.
+    if (bytes % kHugePage == 0) {
+        const int fd = sealed_memfd(bytes, MFD_HUGETLB | MFD_HUGE_2MB);
+        void* data = fd < 0 ? MAP_FAILED : map_shared(fd, bytes, 0);
+        if (data != MAP_FAILED) return new Segment(fd, static_cast<char*>(data), bytes, true);
+        if (fd >= 0) close(fd);
     }
+    const int fd = sealed_memfd(bytes, 0);
+    if (fd < 0) throw os_error("creating a shared segment");
     return map(fd, bytes);
 }
 
 Segment* Segment::map(int fd, int64_t bytes) {
-    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    void* data = map_shared(fd, bytes, MAP_NORESERVE);
     if (data == MAP_FAILED) {
         const std::system_error error = os_error("mapping a shared segment");
         close(fd);
         throw error;
     }
-    // Hints: huge pages where the system allows them, no heap in core dumps.
+    // Hints: transparent huge pages where the system allows them, no heap in core dumps.
     madvise(data, bytes, MADV_HUGEPAGE);
     madvise(data, bytes, MADV_DONTDUMP);
-    return new Segment(fd, static_cast<char*>(data), bytes);
+    return new Segment(fd, static_cast<char*>(data), bytes, false);
 }
 
 Segment::~Segment() {

@@ -18,16 +18,20 @@ class Segment {
     char* data() const { return data_; }
     int64_t bytes() const { return bytes_; }
     int fd() const { return fd_; }
+    // Whether it was created of huge pages from the system's pool.
+    bool huge_pages() const { return huge_; }
     // Bytes of memory that the segment occupies now.
     int64_t resident_bytes() const;
     // Takes the pages of a range; false when the memory isn't there.
     bool touch(int64_t offset, int64_t bytes);
 
   private:
-    Segment(int fd, char* data, int64_t bytes) : fd_(fd), data_(data), bytes_(bytes) {}
+    Segment(int fd, char* data, int64_t bytes, bool huge)
+        : fd_(fd), data_(data), bytes_(bytes), huge_(huge) {}
     int fd_;
     char* data_;
     int64_t bytes_;
+    bool huge_;
 };
 
 }  // namespace coconet
