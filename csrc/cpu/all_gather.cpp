@@ -71,7 +71,7 @@ void gather_staged(Communicator& comm, const DimSlices& slices, const char* shar
 }  // namespace
 
 Output all_gather(Communicator& comm, const Operand& shard, int64_t dim, int64_t size,
-                  const NewOutput& new_output, int64_t* total) {
+                  const NewOutput& new_output, int64_t* begins) {
     return comm.call(OpCode::all_gather, [&]() -> Output {
         const int64_t offset = comm.heap()->offset_of(shard.data, shard.bytes());
         const int64_t rows = shard.sizes[dim];
@@ -88,20 +88,21 @@ Output all_gather(Communicator& comm, const Operand& shard, int64_t dim, int64_t
             shard.product(0, dim), 0, shard.product(dim + 1, shard.dims) * shard.itemsize, {}};
         for (int r = 0; r < comm.world; ++r)
             slices.begins[r + 1] = slices.begins[r] + comm.channel().descriptor(r).operands[1];
-        slices.dim = *total = slices.begins[comm.world];
-        if (size >= 0 && size != *total) {
+        for (int r = 0; r <= comm.world; ++r) begins[r] = slices.begins[r];
+        const int64_t total = slices.dim = slices.begins[comm.world];
+        if (size >= 0 && size != total) {
             comm.channel().leave();
             throw Error(ErrorKind::mismatch, "all_gather: size is " + std::to_string(size) +
                                                  " but the shards of all ranks have " +
-                                                 std::to_string(*total) + " rows along dim " +
+                                                 std::to_string(total) + " rows along dim " +
                                                  std::to_string(dim));
         }
         const bool direct = comm.all_ranks([](const Descriptor& d) { return d.operands[0] >= 0; });
         const int64_t bytes = slices.outer * slices.dim * slices.inner;
         Output block;
         if (direct) block = comm.allocate(bytes);
-        char* output = block ? comm.heap_of(comm.rank) + block->offset
-                             : static_cast<char*>(new_output(*total));
+        char* output =
+            block ? comm.heap_of(comm.rank) + block->offset : static_cast<char*>(new_output(total));
         if (direct)
             gather_direct(comm, slices, output, bytes > kStreamBytes);
         else
