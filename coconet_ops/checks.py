@@ -45,7 +45,7 @@ def check_tensor(
         raise TypeError(f"{op}: {name} is a {type(x).__name__}; it must be a tensor")
     if x.layout is not torch.strided:
         raise TypeError(f"{op}: {name} has layout {x.layout}; only dense tensors are supported")
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         raise ValueError(
             f"{op}: {name} is on device {x.device}; the {comm.backend} backend takes cpu tensors"
         )
