@@ -2,8 +2,13 @@
 
 import torch  # first: the extension links against its libraries
 
-from . import _C, optim, reference
-from .collectives import all_gather, all_reduce, all_reduce_, reduce_scatter
+from . import (
+    _C,
+    _meta,  # noqa: F401  registers the fake kernels
+    optim,
+    reference,
+)
+from .collectives import all_gather, all_reduce, all_reduce_, copy_to_group, reduce_scatter
 from .communicator import Communicator, communicator
 from .errors import CommunicatorError, CommunicatorTimeout, MismatchError, PeerLostError
 from .rs_adam_ag import AdamState, rs_adam_ag_
@@ -34,6 +39,7 @@ __all__ = [
     "all_reduce_",
     "build_info",
     "communicator",
+    "copy_to_group",
     "optim",
     "reduce_scatter",
     "reference",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import TYPE_CHECKING
 
@@ -15,9 +14,10 @@ COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCE_DTYPES = (*COMPUTE_DTYPES, torch.float64, torch.int32, torch.int64)
 REDUCE_OPS = ("sum", "avg")
 SPLITS = ("tensor_split", "chunk")
+GATHER_GRADS = ("slice", "reduce_scatter")
 
 
-class arguments(contextlib.AbstractContextManager):
+class arguments:
     """Around the checks of a collective call: bad arguments on one rank are raised there, and
     reach its peers as :class:`MismatchError`."""
 
@@ -27,8 +27,11 @@ class arguments(contextlib.AbstractContextManager):
         self.comm = comm
         self.op = op
 
+    def __enter__(self) -> None:
+        pass
+
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, (TypeError, ValueError)) and not self.comm.closed:
+        if isinstance(error, (TypeError, ValueError, RuntimeError)) and not self.comm.closed:
             self.comm._core.reject(self.op, str(error))
 
 
@@ -43,7 +46,7 @@ def check_tensor(
         raise TypeError(f"{op}: {name} is a {type(x).__name__}; it must be a tensor")
     if x.layout is not torch.strided:
         raise TypeError(f"{op}: {name} has layout {x.layout}; only dense tensors are supported")
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         raise ValueError(
             f"{op}: {name} is on device {x.device}; the {comm.backend} backend takes cpu tensors"
         )
@@ -55,11 +58,25 @@ def check_tensor(
 
 def check_writable(op: str, name: str, x: torch.Tensor) -> None:
     """For tensors that are written in place."""
+    if x.is_contiguous():
+        return
     if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
         raise ValueError(
             f"{op}: {name} has shape {list(x.shape)} and strides {list(x.stride())}, so several "
             "elements share memory; it can't be written in place (use clone())"
         )
+
+
+def check_no_leaf(op: str, name: str, x: torch.Tensor) -> None:
+    """For tensors that are changed in place under autograd; the error is torch's."""
+    if not x.requires_grad or not torch.is_grad_enabled():
+        return
+    for t, what in ((x, "a leaf"), (x._base, "a view of a leaf")):
+        if t is not None and t.is_leaf:
+            raise RuntimeError(
+                f"{op}: {name} is {what} Variable that requires grad; it can't be changed in place "
+                "(use torch.no_grad(), or the op that returns a new tensor)"
+            )
 
 
 def check_choice(op: str, name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -267,20 +267,48 @@ def communicator(group: Group = None) -> Communicator:
     Args:
         group: a process group, None for the default group, or a communicator, which is returned.
     """
-    if isinstance(group, Communicator):
-        return group
     if group is None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
-                "coconet_ops: torch.distributed is not initialized; "
-                "call torch.distributed.init_process_group first"
-            )
         group = dist.group.WORLD
+    elif isinstance(group, Communicator):
+        return group
+    # Without the lock: every call of an op comes here.
+    return _cache.get(group) or _create(group)
+
+
+def _create(group: dist.ProcessGroup | None) -> Communicator:
+    if group is None:
+        raise RuntimeError(
+            "coconet_ops: torch.distributed is not initialized; "
+            "call torch.distributed.init_process_group first"
+        )
     with _cache_lock:
         comm = _cache.get(group)
         if comm is None:
             comm = _cache[group] = Communicator(group)
         return comm
+
+
+@torch.compiler.assume_constant_result
+def number(group: Group) -> int:
+    """What torch ops call the communicator of a group; a constant of compiled code."""
+    return communicator(group)._id
+
+
+@torch.compiler.assume_constant_result
+def world_size(group: Group) -> int:
+    """The world size of a group; a constant of compiled code."""
+    return communicator(group).world_size
+
+
+def by_number(number: int) -> Communicator:
+    """The communicator that torch ops call by this number."""
+    for comm in _open:
+        if comm._id == number:
+            return comm
+    raise CommunicatorError(
+        "coconet_ops: the communicator of this call doesn't exist any more; "
+        "code that was compiled for it needs torch.compiler.reset()"
+    )
 
 
 def _registered(group: dist.ProcessGroup) -> bool:

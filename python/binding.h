@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
 
 #include <memory>
 
@@ -9,8 +10,12 @@
 
 namespace coconet {
 
-// Communicators by number: torch ops take no Python objects.
+// Communicators by number: torch ops take no Python objects. The number tells world size and rank
+// too, so that the shape of an op's result follows from its arguments: compiled graphs are cached,
+// on disk and for all ranks, by nothing else.
 int64_t register_communicator(const std::shared_ptr<Communicator>& comm);
+constexpr int world_of(int64_t id) { return id >> 8 & 0xff; }
+constexpr int rank_of(int64_t id) { return id & 0xff; }
 std::shared_ptr<Communicator> communicator(int64_t id);
 
 // Sets the Python exception that belongs to the error and throws it. Takes the GIL.
@@ -29,5 +34,7 @@ DType dtype_of(const at::Tensor& t);
 // A tensor with its own storage in the heap; dropping it marks the block as freed.
 at::Tensor heap_tensor(const Communicator& comm, const Heap::Block& block, at::IntArrayRef sizes,
                        at::ScalarType dtype);
+
+void bind_collectives(pybind11::module_& m);
 
 }  // namespace coconet

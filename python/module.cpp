@@ -17,7 +17,7 @@ namespace {
 
 std::mutex registry_mutex;
 std::map<int64_t, std::weak_ptr<Communicator>> registry;
-int64_t next_id = 0;
+int64_t next_serial = 0;
 
 // Runs Python's signal handlers; true when one of them raised (KeyboardInterrupt).
 bool python_interrupt_requested() {
@@ -55,15 +55,22 @@ void set_python_error(const Error& error) {
 
 int64_t register_communicator(const std::shared_ptr<Communicator>& comm) {
     std::lock_guard<std::mutex> lock(registry_mutex);
-    registry[next_id] = comm;
-    return next_id++;
+    const int64_t id = next_serial++ << 16 | comm->world << 8 | comm->rank;
+    registry[id] = comm;
+    return id;
 }
 
 std::shared_ptr<Communicator> communicator(int64_t id) {
-    std::lock_guard<std::mutex> lock(registry_mutex);
-    const auto it = registry.find(id);
-    auto comm = it == registry.end() ? nullptr : it->second.lock();
-    TORCH_CHECK(comm, "coconet_ops: communicator ", id, " doesn't exist any more");
+    std::shared_ptr<Communicator> comm;
+    {
+        std::lock_guard<std::mutex> lock(registry_mutex);
+        const auto it = registry.find(id);
+        if (it != registry.end()) comm = it->second.lock();
+    }
+    if (!comm)
+        throw_python(Error(ErrorKind::communicator,
+                           "coconet_ops: the communicator of this call doesn't exist any more; "
+                           "code that was compiled for it needs torch.compiler.reset()"));
     return comm;
 }
 
@@ -257,6 +264,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                            true);
         },
         Release(), "Copies src to dst past the cache: what a benchmark measures the limit with.");
+
+    bind_collectives(m);
 
     py::class_<Rendezvous>(m, "Rendezvous")
         .def(py::init<int64_t>(), py::arg("heap_bytes"))

@@ -21,7 +21,7 @@ enum class DType : int32_t {
     f16,
     f64,
     i64,
-    i32,
+    i32,  // the last of those that can be summed
     i16,
     i8,
     u8,
@@ -30,6 +30,7 @@ enum class DType : int32_t {
     c128,
     other  // and above: a dtype of the layer above, by its number there
 };
+constexpr int kNumReduceDTypes = 6;
 
 struct bf16_t {
     uint16_t bits;

@@ -39,8 +39,8 @@ struct FlatSlices {
 };
 
 // How a dimension of n rows is cut: torch.tensor_split spreads the remainder over the first ranks,
-// torch.chunk gives every rank but the last ones the rounded-up share.
-enum class Split : int32_t { tensor_split, chunk };
+// torch.chunk gives every rank but the last ones the rounded-up share; rows: by the caller.
+enum class Split : int32_t { tensor_split, chunk, rows };
 
 COCONET_HD int64_t split_begin(int64_t n, int rank, int world, Split split) {
     if (split == Split::chunk) return min64(rank * ceil_div(n, world), n);

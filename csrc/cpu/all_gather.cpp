@@ -78,7 +78,7 @@ void gather_staged(Communicator& comm, const DimSlices& slices, const char* shar
 }  // namespace
 
 Output all_gather(Communicator& comm, const Operand& shard, int64_t dim, int64_t size,
-                  const NewOutput& new_output, int64_t* total) {
+                  const NewOutput& new_output, int64_t* begins) {
     return comm.call(OpCode::all_gather, [&]() -> Output {
         const int64_t rows = shard.sizes[dim];
         std::vector<int64_t> rest(shard.sizes, shard.sizes + shard.dims);
@@ -93,20 +93,21 @@ Output all_gather(Communicator& comm, const Operand& shard, int64_t dim, int64_t
             shard.product(0, dim), 0, shard.product(dim + 1, shard.dims) * shard.itemsize, {}};
         for (int r = 0; r < comm.world; ++r)
             slices.begins[r + 1] = slices.begins[r] + comm.channel().descriptor(r).operands[2];
-        slices.dim = *total = slices.begins[comm.world];
-        if (size >= 0 && size != *total) {
+        for (int r = 0; r <= comm.world; ++r) begins[r] = slices.begins[r];
+        const int64_t total = slices.dim = slices.begins[comm.world];
+        if (size >= 0 && size != total) {
             comm.channel().leave();
             throw Error(ErrorKind::mismatch, "all_gather: size is " + std::to_string(size) +
                                                  " but the shards of all ranks have " +
-                                                 std::to_string(*total) + " rows along dim " +
+                                                 std::to_string(total) + " rows along dim " +
                                                  std::to_string(dim));
         }
         const int64_t bytes = slices.outer * slices.dim * slices.inner;
         comm.probe(bytes);
         Output block;
         if (path == Path::direct) block = comm.allocate(bytes);
-        char* output = block ? comm.heap_of(comm.rank) + block->offset
-                             : static_cast<char*>(new_output(*total));
+        char* output =
+            block ? comm.heap_of(comm.rank) + block->offset : static_cast<char*>(new_output(total));
         const bool stream = writes_past_cache(comm, path, bytes);
         if (path == Path::staged)
             gather_staged(comm, slices, static_cast<const char*>(shard.data), output, stream);

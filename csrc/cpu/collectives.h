@@ -38,14 +38,17 @@ using NewOutput = std::function<void*(int64_t size)>;
 Output all_reduce(Communicator& comm, const Operand& x, bool average, const NewOutput& new_output);
 void all_reduce_(Communicator& comm, const Operand& x, bool average);
 
-// The cut of a dimension of this size.
+// x cut along dim at begins[0..world]; without begins as split says.
 DimSlices dim_slices(const Operand& x, int64_t dim, Split split, int world);
+DimSlices dim_slices(const Operand& x, int64_t dim, const int64_t* begins, int world);
+// The slices are equal on all ranks; split says how they were made.
 Output reduce_scatter(Communicator& comm, const Operand& x, int64_t dim, bool average, Split split,
-                      const NewOutput& new_output);
+                      const DimSlices& slices, const NewOutput& new_output);
 
-// size: the expected total along dim, or -1. Returns the total found in *total.
+// size: the expected total along dim, or -1. Fills begins[0..world]: the first row of each rank's
+// shard, and the total.
 Output all_gather(Communicator& comm, const Operand& shard, int64_t dim, int64_t size,
-                  const NewOutput& new_output, int64_t* total);
+                  const NewOutput& new_output, int64_t* begins);
 
 // How the operands of a call reach the peers.
 enum class Path { direct, one_shot, staged };

@@ -13,7 +13,7 @@ const char* (*other_dtype_name)(int) = [](int) { return "another dtype"; };
 namespace {
 
 const char* const kReductions[] = {"sum", "avg"};
-const char* const kSplits[] = {"tensor_split", "chunk"};
+const char* const kSplits[] = {"tensor_split", "chunk", "rows"};
 
 std::string describe(const Descriptor& d, int field, FieldKind kind) {
     const int64_t value = d.fields[field];
@@ -142,8 +142,12 @@ const FieldSpec* op_fields(OpCode op) {
                                                    {"dim", K::integer},
                                                    {"shape", K::shape}};
     static constexpr FieldSpec kAllGather[] = {
-        {"dtype", K::dtype},  {"element size", K::integer}, {"dim", K::integer},
-        {"size", K::integer}, {"rows", K::integer, true},   {"shape (with 1 along dim)", K::shape}};
+        {"dtype", K::dtype},
+        {"element size", K::integer},
+        {"dim", K::integer},
+        {"size (compiled code that gives none expects equal shards)", K::integer},
+        {"rows", K::integer, true},
+        {"shape (with 1 along dim)", K::shape}};
     static constexpr FieldSpec kAdam[] = {{"dtype", K::dtype},
                                           {"number of parameters", K::integer},
                                           {"lr", K::real},

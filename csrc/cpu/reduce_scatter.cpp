@@ -3,24 +3,29 @@
 
 namespace coconet {
 
-DimSlices dim_slices(const Operand& x, int64_t dim, Split split, int world) {
+DimSlices dim_slices(const Operand& x, int64_t dim, const int64_t* begins, int world) {
     DimSlices slices{x.product(0, dim), x.sizes[dim], x.product(dim + 1, x.dims), {}};
-    for (int r = 0; r <= world; ++r) slices.begins[r] = split_begin(x.sizes[dim], r, world, split);
+    for (int r = 0; r <= world; ++r) slices.begins[r] = begins[r];
     return slices;
 }
 
+DimSlices dim_slices(const Operand& x, int64_t dim, Split split, int world) {
+    int64_t begins[kMaxRanks + 1];
+    for (int r = 0; r <= world; ++r) begins[r] = split_begin(x.sizes[dim], r, world, split);
+    return dim_slices(x, dim, begins, world);
+}
+
 Output reduce_scatter(Communicator& comm, const Operand& x, int64_t dim, bool average, Split split,
-                      const NewOutput& new_output) {
+                      const DimSlices& slices, const NewOutput& new_output) {
     return comm.call(OpCode::reduce_scatter, [&]() -> Output {
-        const DimSlices slices = dim_slices(x, dim, split, comm.world);
         DescriptorBuilder builder(OpCode::reduce_scatter);
         builder.add(static_cast<int64_t>(x.dtype)).add(static_cast<int64_t>(average));
         builder.add(static_cast<int64_t>(split)).add(dim).add_shape(x.sizes, x.dims);
         const Path path = enter(comm, builder.d, x, true);
         comm.probe(x.bytes());
 
-        // The first rank's slice is the longest, whatever the split.
-        const int64_t longest = slices.size(0) * x.itemsize;
+        int64_t longest = 0;
+        for (int r = 0; r < comm.world; ++r) longest = max64(longest, slices.size(r) * x.itemsize);
         Output block;
         if (path == Path::direct) block = comm.allocate(longest);
         void* output =

@@ -208,7 +208,7 @@ std::unique_ptr<Tensor> check_reduce_scatter(Communicator& comm, const Reduction
     std::vector<int64_t> sizes = r.sizes;
     sizes[dim] = slices.rows(comm.rank);
     auto y = std::make_unique<Tensor>(comm, itemsize(r.dtype), sizes);
-    y->adopt(reduce_scatter(comm, operand, dim, r.averages(), split, y->new_output(dim)));
+    y->adopt(reduce_scatter(comm, operand, dim, r.averages(), split, slices, y->new_output(dim)));
     expect_input(comm, r, *x);
     const int64_t length = slices.rows(comm.rank) * slices.inner;
     for (int64_t i = 0; i < y->numel(); ++i) {
@@ -229,10 +229,10 @@ std::unique_ptr<Tensor> check_all_gather(Communicator& comm, DType dtype, int64_
     for (int64_t i = 0; i < bytes; ++i)
         shard.data()[i] = static_cast<char>(byte(comm.rank, i, salt));
     auto y = std::make_unique<Tensor>(comm, itemsize, std::vector<int64_t>{outer, total, inner});
-    int64_t found = 0;
+    int64_t begins[kMaxRanks + 1];
     y->adopt(
-        all_gather(comm, shard.operand(dtype), 1, salt % 2 ? total : -1, y->new_output(1), &found));
-    expect(found == total, "all_gather: another number of rows in total");
+        all_gather(comm, shard.operand(dtype), 1, salt % 2 ? total : -1, y->new_output(1), begins));
+    expect(begins[comm.world] == total, "all_gather: another number of rows in total");
     const auto* at = reinterpret_cast<const unsigned char*>(y->data());
     for (int64_t o = 0; o < outer; ++o)
         for (int rank = 0; rank < comm.world; ++rank) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <random>
 #include <string>
@@ -69,7 +70,8 @@ std::string raised(ErrorKind kind, F&& f) {
 constexpr DType kAdamDTypes[] = {DType::f32, DType::bf16, DType::f16};
 constexpr DType kReduceDTypes[] = {DType::f32, DType::bf16, DType::f16,
                                    DType::f64, DType::i64,  DType::i32};
-constexpr int kNumAdamDTypes = 3, kNumReduceDTypes = 6;
+constexpr int kNumAdamDTypes = 3;
+static_assert(std::size(kReduceDTypes) == kNumReduceDTypes);
 inline bool is_integer(DType dtype) { return dtype == DType::i64 || dtype == DType::i32; }
 
 template <class F>
