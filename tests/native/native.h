@@ -6,6 +6,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -51,6 +52,13 @@ CommunicatorOptions options(uint32_t first_epoch = 0);
 // A rank whose body throws closes its communicator; then the case fails.
 void run_ranks(const Ranks& ranks, const std::function<void(Communicator&)>& body);
 void run_ranks(int world, const std::function<void(Communicator&)>& body);
+
+// Threads of a rank's own. Joined at the end, also when the case has failed.
+struct Threads : std::vector<std::thread> {
+    ~Threads() {
+        for (std::thread& thread : *this) thread.join();
+    }
+};
 
 // Runs f, which must raise an error of this kind; returns its message.
 template <class F>

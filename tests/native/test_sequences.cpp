@@ -1,7 +1,5 @@
 // Long random sequences of calls, good and bad ones, with results that are kept and dropped while
 // calls run. All ranks draw the same choices from `shared`, and some alone from `own`.
-#include <thread>
-
 #include "adam.h"
 
 namespace coconet::native {
@@ -16,9 +14,6 @@ class Sequence {
             adams_.push_back(std::make_unique<AdamCheck>(
                 comm, kAdamDTypes[below(shared_, kNumAdamDTypes)],
                 std::vector<int64_t>{3000, 5, 700}, place, sequence_seed));
-    }
-    ~Sequence() {
-        for (auto& thread : threads_) thread.join();
     }
 
     void run(int calls) {
@@ -135,7 +130,7 @@ class Sequence {
     Random shared_, own_;
     std::vector<std::unique_ptr<AdamCheck>> adams_;
     std::vector<Kept> kept_;
-    std::vector<std::thread> threads_;
+    Threads threads_;
 };
 
 void run_sequences(int world, uint32_t first_epoch, int calls) {
@@ -162,12 +157,11 @@ CASE(sequences_across_the_wrap_of_the_counters) { run_sequences(3, 0u - 60, 150)
 // Nothing but the heap's own marks orders a thread's last use of a block before a peer's first.
 CASE(blocks_freed_by_other_threads) {
     run_ranks(3, [](Communicator& comm) {
-        std::vector<std::thread> threads;
+        Threads threads;
         for (int i = 0; i < 30; ++i) {
             auto y = check_all_reduce(comm, {DType::f32, {500}, false, Place::heap, 1}, false);
             threads.emplace_back([y = std::move(y)]() mutable { y.reset(); });
         }
-        for (auto& thread : threads) thread.join();
     });
 }
 
