@@ -30,4 +30,7 @@ DType dtype_of(const at::Tensor& t);
 at::Tensor heap_tensor(const Communicator& comm, const Heap::Block& block, at::IntArrayRef sizes,
                        at::ScalarType dtype);
 
+// The op's C++ entry, some calls back to back: what a benchmark compares with other C libraries.
+void repeat_all_reduce_(Communicator& comm, const at::Tensor& x, int64_t calls);
+
 }  // namespace coconet

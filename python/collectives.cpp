@@ -77,6 +77,11 @@ at::Tensor all_gather_op(const at::Tensor& x, int64_t dim, int64_t size, int64_t
 
 }  // namespace
 
+void repeat_all_reduce_(Communicator& comm, const at::Tensor& x, int64_t calls) {
+    TORCH_CHECK(x.is_contiguous(), "repeat_all_reduce_: x must be contiguous");
+    for (; calls > 0; --calls) all_reduce_(comm, operand(x), false);
+}
+
 TORCH_LIBRARY(coconet, m) {
     m.def("all_reduce(Tensor x, str op, int comm) -> Tensor");
     m.def("all_reduce_(Tensor(a!) x, str op, int comm) -> Tensor(a!)");
