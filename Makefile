@@ -1,4 +1,5 @@
 # make bench   set up .venv, build, run the microbenchmark of every op  (BENCH_ARGS="--ranks 4")
+# make bench-peers   install what `coconet-bench --vs all` compares with, beyond torch's own
 # make test    set up .venv, build, run every test                      (TEST_ARGS="-k adam")
 # make lint | format | setup | clean
 #
@@ -17,10 +18,13 @@ CPP_DIRS := $(shell find csrc python -type d -not -name __pycache__ 2>/dev/null)
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: bench test lint format setup clean
+.PHONY: bench bench-peers test lint format setup clean
 
 bench: setup
 	$(BIN)/coconet-bench all $(BENCH_ARGS)
+
+bench-peers: setup
+	@scripts/setup_peers.sh
 
 test: setup
 	$(BIN)/pytest $(TEST_ARGS)

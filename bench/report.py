@@ -195,7 +195,8 @@ def _table(rows: list[Row], limit: CopyLimit) -> Table:
     for heading in ("time", "first call", *_rates(optimizer), "copy limit"):
         table.add_column(heading, justify="right")
     if peers:
-        table.add_column(f"vs {'best peer' if len(peers) > 1 else peers[0]}", justify="right")
+        against = "best peer" if len(peers) > 1 else peers[0]
+        table.add_column(f"vs {against}", justify="right", no_wrap=True)
     table.add_column("cores")
     for _, group in groupby(rows, key=lambda row: (row.layout, row.size)):
         for number, row in enumerate(group):
@@ -227,7 +228,7 @@ def _peer_table(rows: list[Row]) -> Table:
             table.add_row(
                 _size(row) if number == 0 else "",
                 row.candidate,
-                *(f"{ratio.median:.2f}x" if ratio else "" for ratio in ratios),
+                *(f"{_rate(ratio.median)}x" if ratio else "" for ratio in ratios),
             )
         table.add_section()
     return table
@@ -242,7 +243,7 @@ def _new_table(rows: list[Row], topic: str) -> Table:
         collapse_padding=True,  # long names and many columns must fit
         pad_edge=False,
     )
-    table.add_column("parameters" if first.unit == "parameters" else "bytes", justify="right")
+    table.add_column("params" if first.unit == "parameters" else "bytes", no_wrap=True)
     table.add_column("candidate", no_wrap=True)
     return table
 
@@ -267,7 +268,7 @@ def _speedup(row: Row) -> str:
     if row.baseline and row.peer == row.best_peer:
         return "baseline"
     ratio = row.speedup_over_best
-    return f"{ratio.median:.2f}x [{ratio.low:.2f}-{ratio.high:.2f}]" if ratio else ""
+    return f"{_rate(ratio.median)}x [{_rate(ratio.low)}-{_rate(ratio.high)}]" if ratio else ""
 
 
 def _record(row: Row, limit: CopyLimit) -> dict[str, object]:

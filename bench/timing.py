@@ -133,10 +133,8 @@ def _calls_per_sample(
 ) -> int:
     slowest = 0.0
     for candidate in candidates:
-        for _ in range(effort.warmup):
-            first, _ = _sample(candidate, comm, cores, 1)
-        if effort.warmup:
-            slowest = max(slowest, first)
+        calls = [_sample(candidate, comm, cores, 1)[0] for _ in range(effort.warmup)]
+        slowest = max(slowest, min(calls, default=0.0))
     (slowest,) = _slowest_rank([slowest])
     return max(1, min(effort.calls, int(SAMPLE_SECONDS / max(slowest, 1e-9))))
 

@@ -157,7 +157,7 @@ class Mpi:
                 slice_step(
                     problem,
                     buffers,
-                    f"deepspeed + CPUAdam slice + {name} AG",
+                    f"deepspeed + CPUAdam slice, {name} AG",
                     lambda flat, _: all_reduce(flat),
                     self._all_gather_,
                     deepspeed.CPUAdam,

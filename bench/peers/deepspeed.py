@@ -21,7 +21,7 @@ from ..model import Buffers, Candidate, Problem
 from . import INSTALL, Library, Peer
 from ._adam import whole_step
 
-FOLDER = Path(sys.prefix, "peers/deepspeed/extensions")
+FOLDER = Path(sys.prefix, f"peers/deepspeed/torch-{torch.__version__}")
 COLLECTIVES, ADAM = "deepspeed_shm_comm", "cpu_adam"
 
 

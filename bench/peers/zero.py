@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import Parameter
 
 from ..cases.rs_adam_ag import (
@@ -31,6 +30,8 @@ def rs_adam_ag(problem: Problem, buffers: Buffers) -> list[Candidate]:
 
 
 def _step(problem: Problem, buffers: Buffers, name: str, in_buckets: bool) -> Candidate:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # takes seconds
+
     parameters = [Parameter(p) for p in initial_parameters(problem, buffers)]
     (flat,) = buffers.private("flat gradient", [problem.count], problem.dtype)
     gradients = list(flat.split(layout_counts(problem)))
