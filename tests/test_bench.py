@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,7 +115,7 @@ def row(candidate, peer="", size=1 << 20, **changes):
 
 def test_speedup_over_best_peer():
     a, b = Interval(1, 2, 3), Interval(4, 5, 6)
-    assert row("own", speedup={"a": a, "b": b}, best_peer="a").speedup_over_best == a
+    assert row("own", speedup={"a": a, "b": b}, best_peer="b").speedup_over_best == b
     assert row("x", "b", best_peer="a").speedup_over_best is None
     assert row("own").speedup_over_best is None
 
@@ -524,7 +525,7 @@ def missing(name):
 # A peer with processes of its own, its mpiexec (launch), and the command, in one file: spawned
 # ranks import it too. It knows the answer, adds OFFSET, and raises where that is None.
 SIDECAR_PROGRAM = """
-import multiprocessing, os, sys
+import multiprocessing, os, sys, time
 from coconet_ops.bench import peers, sidecar
 from coconet_ops.bench.__main__ import main
 from coconet_ops.bench.check import fill, tile
@@ -602,8 +603,12 @@ def test_sidecar_that_fails(tmp_path, offset, message):
 
 
 def test_sidecar_dies_with_the_command(tmp_path):
-    process = start_with_sidecar(tmp_path, "0", "-b", "4K", "-e", "256M", "--no-check")
-    await_row(process)
+    """Even deep in a call."""
+    deep = "(open('deep', 'w').close() or time.sleep(3600))"
+    process = start_with_sidecar(tmp_path, deep, "-b", "4K")
+    while not Path(tmp_path, "deep").exists():
+        assert process.poll() is None, finish(process)
+        time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)
     apart = [child for child in children if "launch" in child.cmdline()]
     assert len(apart) == 3  # the launcher and one for each rank
