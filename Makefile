@@ -1,4 +1,5 @@
 # make bench   set up .venv, build, run the microbenchmark of every op  (BENCH_ARGS="--ranks 4")
+# make bench-peers   install what `coconet-bench --vs all` compares with, beyond torch's own
 # make test    set up .venv, build, run every test                      (TEST_ARGS="-k adam")
 # make native  build and run the native tests of csrc/cpu: no Python, no torch
 # make sanitize  the same plain, under ThreadSanitizer, and under AddressSanitizer with UBSan
@@ -21,10 +22,13 @@ TEST_ARGS ?=
 # Headers and sources outside the extension.
 CPP_TESTS := $(wildcard tests/native/*.h tests/native/*.cpp)
 
-.PHONY: bench test native sanitize lint format setup clean
+.PHONY: bench bench-peers test native sanitize lint format setup clean
 
 bench: setup
 	$(BIN)/coconet-bench all $(BENCH_ARGS)
+
+bench-peers: setup
+	@scripts/setup_peers.sh
 
 test: setup
 	$(BIN)/pytest $(TEST_ARGS)

@@ -68,9 +68,9 @@ class Cores:
         self._comm = comm
         self._all = os.sched_getaffinity(0)
         local_rank = int(os.environ.get("LOCAL_RANK", comm.rank))
-        self._own = {sorted(self._all)[local_rank % len(self._all)]}
+        self.own = {sorted(self._all)[local_rank % len(self._all)]}
         used: list[set[int]] = [set()] * comm.world_size
-        dist.all_gather_object(used, self._own)
+        dist.all_gather_object(used, self.own)
         self.oversubscribed = len(set().union(*used)) < comm.world_size
         self._pinned: bool | None = None
         self.pin()
@@ -79,14 +79,19 @@ class Cores:
         """Keep all threads of this process on its core, or let them go to any."""
         if pinned != self._pinned:
             self._pinned = pinned
-            for thread in os.listdir("/proc/self/task"):
-                os.sched_setaffinity(int(thread), self._own if pinned else self._all)
+            pin_threads(self.own if pinned else self._all)
 
     def ping(self) -> float:
         """Round trip of a flag in ns; 0 where ranks 0 and 1 have no core each. Collective."""
         if self._comm.world_size == 1 or self.oversubscribed:
             return 0.0
         return self._comm._ping(PING_ROUNDS)
+
+
+def pin_threads(cores: set[int]) -> None:
+    """Keep all threads of this process on these cores."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
 
 
 def placement(ping_ns: list[float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ class Problem:
     dtype: torch.dtype
     layout: str
     count: int  # elements over all ranks: what is reduced, gathered or optimized
-    comm: co.Communicator
+    comm: co.Communicator  # a peer's own process has only its rank and world size
 
     @property
     def bytes(self) -> int:
@@ -53,7 +54,8 @@ class Candidate:
 
     `load` puts fresh inputs in place and isn't timed; `run` is one call of the op and is; `result`
     gives the output of the last call, as consecutive pieces; `reset` takes an op that has state
-    back to its start, before the check.
+    back to its start, before the check. `repeat` makes some calls back to back in a loop that is
+    faster than Python's.
     """
 
     name: str
@@ -63,6 +65,25 @@ class Candidate:
     reset: Callable[[], None] = lambda: None
     peer: str = ""  # empty: coconet itself
     pinned: bool = True  # to the rank's core; else its threads may go to any
+    repeat: Callable[[int], None] | None = None
+    leeway: float = 1.0  # factor on the check's tolerance, for a library that rounds more
+
+    def sample(self, barrier: Callable[[], None], calls: int) -> tuple[float, float]:
+        """Seconds of the first call and of all calls, on this rank, after a barrier."""
+        self.load()
+        barrier()
+        start = time.perf_counter()
+        self._call(1)
+        first = time.perf_counter() - start
+        self._call(calls - 1)
+        return first, time.perf_counter() - start
+
+    def _call(self, times: int) -> None:
+        if self.repeat:
+            self.repeat(times)
+        else:
+            for _ in range(times):
+                self.run()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 COLUMNS = 3
 PANEL_INCHES = (5.0, 4.2)
-OWN_COLORS = ("#0b5fa5", "#2a9d8f", "#8ecae6")
-PEER_COLORS = ("#d1495b", "#edae49", "#9b5de5", "#7f5539", "#6c757d")
+OWN_COLORS = ("#0b5fa5", "#2a9d8f", "#8ecae6", "#1d3557")
+PEER_COLORS = ("#d1495b", "#edae49", "#9b5de5", "#7f5539", "#6c757d", "#f4845f", "#a3b18a")
 
 
 def draw(rows: list[Row], moved_per_second: float, path: Path) -> None:
@@ -55,7 +55,7 @@ def draw(rows: list[Row], moved_per_second: float, path: Path) -> None:
 
 
 def _panel(axis: Axes, title: str, rows: list[Row], moved_per_second: float) -> None:
-    own, peers = iter(OWN_COLORS), iter(PEER_COLORS)
+    own, peers = cycle(OWN_COLORS), cycle(PEER_COLORS)
     for name, points in _lines(rows).items():
         peer = bool(points[0].peer)
         axis.plot(
@@ -67,9 +67,8 @@ def _panel(axis: Axes, title: str, rows: list[Row], moved_per_second: float) -> 
             label=f"{name}, best configuration" if peer else name,
         )
     for row in _winners(rows):
-        ratio = min(interval.median for interval in row.speedup.values())
         axis.annotate(
-            f"{ratio:.1f}×",
+            f"{row.speedup_over_best.median:.1f}×",
             (row.size, row.time),
             xytext=(0, -12),
             textcoords="offset points",

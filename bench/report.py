@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -24,7 +25,7 @@ from .model import Case, Problem
 from .timing import Interval, median_interval
 from .units import format_ranks, format_size, format_time
 
-PLAIN_WIDTH = 140  # of the table where the output is no terminal
+PLAIN_WIDTH = 120  # of the table where the output is no terminal
 BUSY = 1.0  # load average before the run that makes its times doubtful
 
 
@@ -48,7 +49,8 @@ class Row:
     ping_ns: list[float]
     moved_bytes: float
     bus_factor: float
-    speedup: dict[str, Interval]  # by peer
+    speedup: dict[str, Interval]  # by peer, over its fastest configuration
+    best_peer: str  # the peer that has the fastest configuration of all
 
     @property
     def time(self) -> float:
@@ -71,6 +73,11 @@ class Row:
     def moved(self) -> float:
         """GB/s that a rank must load and store, over the time taken."""
         return self.moved_bytes / self.time / 1e9
+
+    @property
+    def speedup_over_best(self) -> Interval | None:
+        """Over the fastest configuration of all peers; None in a peer's own row."""
+        return self.speedup.get(self.best_peer)
 
     @property
     def placement(self) -> str:
@@ -116,6 +123,10 @@ class Reporter:
         self._number = number
         self._progress.update(self._task, description=f"{self._title}: check", refresh=True)
 
+    def without(self, peer: str) -> None:
+        """A peer can do the row's op, but not this dtype."""
+        self._console.print(f"{self._title}: without {peer}, which can't do this dtype")
+
     def step(self, share: float) -> None:
         """So much of the row's repetitions or time is used up."""
         self._progress.update(
@@ -136,8 +147,11 @@ class Reporter:
         self._progress.stop()
         if self._comm.rank:
             return
-        for _, rows in groupby(self._rows, key=lambda row: (row.op, row.dtype)):
-            self._console.print(_table(list(rows), limit))
+        for _, group in groupby(self._rows, key=lambda row: (row.op, row.dtype)):
+            rows = list(group)
+            self._console.print(_table(rows, limit))
+            if len(_peers(rows)) > 1:
+                self._console.print(_peer_table(rows))
         self._console.print(
             f"copy limit: {limit.moved:.1f} GB/s loaded and stored by each rank "
             f"({limit.way}, {limit.copied:.1f} GB/s copied, all ranks at once)"
@@ -175,36 +189,71 @@ def _title(case: Case, problem: Problem) -> str:
 
 
 def _table(rows: list[Row], limit: CopyLimit) -> Table:
-    first = rows[0]
-    peers = list(dict.fromkeys(row.peer for row in rows if row.peer))
-    optimizer = first.unit == "parameters"
-    table = Table(
-        title=f"{first.op} {first.dtype}, {format_ranks(first.world)}", title_justify="left"
-    )
-    table.add_column("parameters" if optimizer else "bytes", justify="right")
-    table.add_column("candidate", no_wrap=True)
+    optimizer = rows[0].unit == "parameters"
+    peers = _peers(rows)
+    table = _new_table(rows, "")
     for heading in ("time", "first call", *_rates(optimizer), "copy limit"):
         table.add_column(heading, justify="right")
-    for peer in peers:
-        table.add_column(f"vs {peer}", justify="right")
+    if peers:
+        against = "best peer" if len(peers) > 1 else peers[0]
+        table.add_column(f"vs {against}", justify="right", no_wrap=True)
     table.add_column("cores")
     for _, group in groupby(rows, key=lambda row: (row.layout, row.size)):
         for number, row in enumerate(group):
-            size = format_size(row.size) + (f" {row.layout}" if optimizer else "")
             rates = (row.count / row.time / 1e6, row.moved) if optimizer else (row.algbw, row.busbw)
             table.add_row(
-                size if number == 0 else "",
+                _size(row) if number == 0 else "",
                 row.candidate,
                 format_time(row.time),
                 format_time(statistics.median(row.first_call)),
                 *(_rate(rate) for rate in rates),
                 f"{row.moved / limit.moved:.0%}" if row.moved_bytes else "",
-                *(_speedup(row, peer) for peer in peers),
+                *([_speedup(row)] if peers else []),
                 row.placement if number == 0 else "",
                 style="bold" if not row.peer else None,
             )
         table.add_section()
     return table
+
+
+def _peer_table(rows: list[Row]) -> Table:
+    """How coconet compares with each of several peers."""
+    peers = _peers(rows)
+    table = _new_table(rows, ": times faster than each peer's fastest configuration")
+    for peer in peers:
+        table.add_column(peer, justify="right")
+    for _, group in groupby(rows, key=lambda row: (row.layout, row.size)):
+        for number, row in enumerate(row for row in group if not row.peer):
+            ratios = (row.speedup.get(peer) for peer in peers)
+            table.add_row(
+                _size(row) if number == 0 else "",
+                row.candidate,
+                *(f"{_rate(ratio.median)}x" if ratio else "" for ratio in ratios),
+            )
+        table.add_section()
+    return table
+
+
+def _new_table(rows: list[Row], topic: str) -> Table:
+    first = rows[0]
+    table = Table(
+        title=f"{first.op} {first.dtype}, {format_ranks(first.world)}{topic}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,  # long names and many columns must fit
+        pad_edge=False,
+    )
+    table.add_column("params" if first.unit == "parameters" else "bytes", no_wrap=True)
+    table.add_column("candidate", no_wrap=True)
+    return table
+
+
+def _peers(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row.peer for row in rows if row.peer))
+
+
+def _size(row: Row) -> str:
+    return format_size(row.size) + (f" {row.layout}" if row.unit == "parameters" else "")
 
 
 def _rates(optimizer: bool) -> tuple[str, str]:
@@ -215,11 +264,11 @@ def _rate(rate: float) -> str:
     return f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
 
 
-def _speedup(row: Row, peer: str) -> str:
-    if row.peer == peer:
-        return "baseline" if row.baseline else ""
-    ratio = row.speedup.get(peer)
-    return f"{ratio.median:.2f}x [{ratio.low:.2f}-{ratio.high:.2f}]" if ratio else ""
+def _speedup(row: Row) -> str:
+    if row.baseline and row.peer == row.best_peer:
+        return "baseline"
+    ratio = row.speedup_over_best
+    return f"{_rate(ratio.median)}x [{_rate(ratio.low)}-{_rate(ratio.high)}]" if ratio else ""
 
 
 def _record(row: Row, limit: CopyLimit) -> dict[str, object]:
@@ -229,6 +278,7 @@ def _record(row: Row, limit: CopyLimit) -> dict[str, object]:
         "busbw_gbps": row.busbw,
         "parameters_per_second": row.count / row.time if row.unit == "parameters" else None,
         "copy_limit_fraction": row.moved / limit.moved,
+        "speedup_over_best": asdict(row.speedup_over_best) if row.speedup else None,
         "placement": row.placement,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -14,7 +15,9 @@ from . import cases, peers
 from .check import check
 from .limits import CopyLimit, Cores
 from .model import Buffers, Candidate, Case, Problem
+from .peers import Peer
 from .report import Reporter, Row
+from .sidecar import Sidecar
 from .timing import Effort, Samples, best_of_peers, measure
 
 
@@ -38,15 +41,32 @@ def run(settings: Settings) -> None:
     with co.Communicator() as comm:
         cores, limit, buffers = Cores(comm), CopyLimit(comm), Buffers(comm)
         problems = list(_problems(settings, comm))
-        with Reporter(comm, len(problems)) as reporter:
+        with contextlib.ExitStack() as stack:
+            sources = _sources(settings, comm, cores, stack)
+            reporter = stack.enter_context(Reporter(comm, len(problems)))
             for number, (case, problem) in enumerate(problems):
                 if number in (0, len(problems) // 2):
                     limit.sample()
                 reporter.start(case, problem, number)
-                reporter.add(_measure(case, problem, settings, buffers, cores, reporter))
+                reporter.add(_measure(case, problem, settings, buffers, sources, cores, reporter))
                 gc.collect()  # candidates hold heap tensors in closures; the next row reuses them
             limit.sample()
             reporter.finish(limit, cores.oversubscribed, asdict(settings))
+
+
+def _sources(
+    settings: Settings, comm: co.Communicator, cores: Cores, stack: contextlib.ExitStack
+) -> list[Peer | Sidecar]:
+    """What gives the peers' candidates: the peers, or their processes."""
+    found = peers.find()
+    sources = [
+        stack.enter_context(Sidecar(peer, comm, cores)) if peer.library else peer
+        for peer in (found[name] for name in settings.peers)
+    ]
+    for source in sources:
+        if isinstance(source, Sidecar):
+            source.connect()
+    return sources
 
 
 def _problems(settings: Settings, comm: co.Communicator) -> Iterator[tuple[Case, Problem]]:
@@ -66,13 +86,16 @@ def _measure(
     problem: Problem,
     settings: Settings,
     buffers: Buffers,
+    sources: list[Peer | Sidecar],
     cores: Cores,
     reporter: Reporter,
 ) -> list[Row]:
-    found = peers.find()
     candidates = case.candidates(problem, buffers)
-    for name in settings.peers:
-        candidates += found[name].candidates(problem, buffers)
+    for source in sources:
+        own = source.candidates(problem, buffers)
+        if not own and problem.op in source.ops:
+            reporter.without(source.name)
+        candidates += own
     if settings.check:
         expected = case.expected(problem)
         for candidate in candidates:
@@ -83,6 +106,7 @@ def _measure(
 
 def _rows(case: Case, problem: Problem, candidates: list[Candidate], samples: Samples) -> list[Row]:
     best = best_of_peers(candidates, samples)
+    best_peer = min(best, key=lambda peer: samples.time(best[peer]), default="")
     return [
         Row(
             op=problem.op,
@@ -106,6 +130,7 @@ def _rows(case: Case, problem: Problem, candidates: list[Candidate], samples: Sa
                 for peer, name in best.items()
                 if not candidate.peer
             },
+            best_peer=best_peer,
         )
         for candidate in candidates
     ]

@@ -45,6 +45,10 @@ class Samples:
     first: dict[str, list[float]] = field(default_factory=dict)  # the first call after the barrier
     ping_ns: list[float] = field(default_factory=list)  # before each repetition and after the last
 
+    def time(self, name: str) -> float:
+        """The median."""
+        return statistics.median(self.seconds[name])
+
     def ratio(self, slow: str, fast: str) -> Interval:
         """How many times faster `fast` is than `slow`."""
         pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
@@ -121,14 +125,7 @@ def _sample(
 ) -> tuple[float, float]:
     """Seconds of the first call and of all calls, on this rank."""
     cores.pin(candidate.pinned)
-    candidate.load()
-    comm.barrier()
-    start = time.perf_counter()
-    candidate.run()
-    first = time.perf_counter() - start
-    for _ in range(calls - 1):
-        candidate.run()
-    return first, time.perf_counter() - start
+    return candidate.sample(comm.barrier, calls)
 
 
 def _calls_per_sample(
@@ -136,10 +133,8 @@ def _calls_per_sample(
 ) -> int:
     slowest = 0.0
     for candidate in candidates:
-        for _ in range(effort.warmup):
-            first, _ = _sample(candidate, comm, cores, 1)
-        if effort.warmup:
-            slowest = max(slowest, first)
+        calls = [_sample(candidate, comm, cores, 1)[0] for _ in range(effort.warmup)]
+        slowest = max(slowest, min(calls, default=0.0))
     (slowest,) = _slowest_rank([slowest])
     return max(1, min(effort.calls, int(SAMPLE_SECONDS / max(slowest, 1e-9))))
 
@@ -165,8 +160,5 @@ def best_of_peers(candidates: Sequence[Candidate], samples: Samples) -> dict[str
     for candidate in candidates:
         if candidate.peer:
             other = best.setdefault(candidate.peer, candidate.name)
-            fastest = min(
-                (other, candidate.name), key=lambda name: statistics.median(samples.seconds[name])
-            )
-            best[candidate.peer] = fastest
+            best[candidate.peer] = min(other, candidate.name, key=samples.time)
     return best

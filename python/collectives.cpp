@@ -392,6 +392,11 @@ Tensor copy_to_group(const Tensor& x, int64_t comm) {
 
 }  // namespace
 
+void repeat_all_reduce_(Communicator& comm, const at::Tensor& x, int64_t calls) {
+    TORCH_CHECK(x.is_contiguous(), "repeat_all_reduce_: x must be contiguous");
+    for (; calls > 0; --calls) all_reduce_(comm, operand(x), false);
+}
+
 TORCH_LIBRARY(coconet, m) {
     const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
     m.def("all_reduce(Tensor x, str op, int comm) -> Tensor", tags);

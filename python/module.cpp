@@ -317,6 +317,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                  py::gil_scoped_release release;
                  c.reject(op_code(op), text);
              })
+        .def("repeat_all_reduce_", &repeat_all_reduce_, Release(), py::arg("x"), py::arg("calls"))
         .def("ping", &Communicator::ping, Release(), py::arg("rounds"))
         .def("close", &Communicator::close, Release())
         .def("inject_fault", [](Communicator& c, const std::string& phase, int signal) {

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import random
 import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from harness import start_program
+from harness import communicator, start_program
+from rich.console import Console
 
 from coconet_ops.bench import __main__ as command
-from coconet_ops.bench import cases, peers
+from coconet_ops.bench import cases, launch, peers, report
 from coconet_ops.bench.check import PERIOD, check, fill, first_error, tile
 from coconet_ops.bench.limits import placement
 from coconet_ops.bench.model import BenchError, Candidate, Expected, Problem
 from coconet_ops.bench.report import Row
-from coconet_ops.bench.timing import Samples, best_of_peers, median_interval
+from coconet_ops.bench.timing import Interval, Samples, best_of_peers, median_interval
 from coconet_ops.bench.units import format_size, format_time, parse_size
 
 QUICK = ["-n", "2", "-w", "1", "--repetitions", "2"]
@@ -90,6 +94,49 @@ def test_baseline_is_the_best_of_each_peer():
     assert best_of_peers(candidates, samples) == {"a": "a fast", "b": "b"}
 
 
+def row(candidate, peer="", size=1 << 20, **changes):
+    baseline = bool(peer)
+    facts = {"op": "rs_adam_ag", "dtype": "float32", "layout": "bert", "unit": "parameters"}
+    times = {"calls_per_sample": 1, "seconds": [0.1], "first_call": [0.123], "ping_ns": [400.0]}
+    return Row(
+        **facts,
+        **times,
+        count=size,
+        bytes=4 * size,
+        world=2,
+        candidate=candidate,
+        peer=peer,
+        baseline=baseline,
+        moved_bytes=18 * size,
+        bus_factor=1.0,
+        **{"speedup": {}, "best_peer": ""} | changes,
+    )
+
+
+def test_speedup_over_best_peer():
+    a, b = Interval(1, 2, 3), Interval(4, 5, 6)
+    assert row("own", speedup={"a": a, "b": b}, best_peer="b").speedup_over_best == b
+    assert row("x", "b", best_peer="a").speedup_over_best is None
+    assert row("own").speedup_over_best is None
+
+
+def test_tables_fit(monkeypatch):
+    """Whatever is installed, nothing is cut off at 120 columns."""
+    names = list(peers.find())
+    ratio = Interval(88.88, 99.99, 111.11)
+    own = row("coconet + grad copy", speedup=dict.fromkeys(names, ratio), best_peer=names[-1])
+    longest = "deepspeed + CPUAdam slice, openmpi AG"
+    rows = [own, *(row(longest, name, best_peer=names[-1]) for name in names)]
+    console = Console(file=io.StringIO(), width=120)
+    console.print(report._table(rows, SimpleNamespace(moved=16.0)))
+    console.print(report._peer_table(rows))
+    text = console.file.getvalue()
+    assert "100x [88.9-111]" in text
+    assert text.count("baseline") == 1
+    assert text.count(longest) == len(names)
+    assert "…" not in text
+
+
 def test_placement():
     assert placement([120, 130]) == "near"
     assert placement([400, 420]) == "far"
@@ -134,6 +181,7 @@ def test_bandwidths(op, world, bus):
         moved_bytes=0,
         bus_factor=case.bus_factor(world),
         speedup={},
+        best_peer="",
     )
     assert row.algbw == pytest.approx(2.0)
     assert row.busbw == pytest.approx(2.0 * bus)
@@ -191,7 +239,7 @@ def test_fill_and_compare_agree(start):
     assert "element 8 is nan" in first_error(pieces, exact)
 
 
-def check_in_ranks(broken_rank, error):
+def check_in_ranks(broken_rank, error, leeway=1.0):
     import torch.distributed as dist
 
     problem = problem_of("all_reduce", dist.get_world_size(), 1000, rank=dist.get_rank())
@@ -203,7 +251,11 @@ def check_in_ranks(broken_rank, error):
             x[123] += error
 
     candidate = Candidate(
-        "maybe broken", lambda: fill([x], tile(problem.rank, x.dtype)), run, lambda: [x]
+        "maybe broken",
+        lambda: fill([x], tile(problem.rank, x.dtype)),
+        run,
+        lambda: [x],
+        leeway=leeway,
     )
     try:
         check(problem, candidate, cases.find()["all_reduce"].expected(problem), calls=1)
@@ -217,6 +269,44 @@ def test_check_catches_a_wrong_candidate(run_few):
     for answer in run_few(check_in_ranks, 1, 1e-4):
         assert "wrong answer from 'maybe broken'" in answer
         assert "on rank 1: element 123 is" in answer
+    assert set(run_few(check_in_ranks, 1, 1e-4, 1e4)) == {None}
+
+
+# --- samples -------------------------------------------------------------------------------------
+
+
+def test_sample_repeats_outside_python():
+    done = []
+    candidate = Candidate(
+        "x",
+        load=lambda: done.append("load"),
+        run=lambda: done.append("run"),
+        result=None,
+        repeat=done.append,
+    )
+    first, total = candidate.sample(lambda: done.append("barrier"), 5)
+    assert done == ["load", "barrier", 1, 4]
+    assert 0 <= first <= total
+
+    done.clear()
+    replace(candidate, repeat=None).sample(lambda: done.append("barrier"), 3)
+    assert done == ["load", "barrier", "run", "run", "run"]
+
+
+def repeated_all_reduce(calls, heap):
+    comm = communicator()
+    x = comm.empty(1000) if heap else torch.empty(1000)
+    x.fill_(comm.rank + 1.0)
+    comm._core.repeat_all_reduce_(x, calls)
+    return comm.world_size, x.unique().tolist()
+
+
+@pytest.mark.parametrize("heap", [False, True])
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_repeated_all_reduce(run_few, calls, heap):
+    for rank, (world, values) in enumerate(run_few(repeated_all_reduce, calls, heap)):
+        total = world * (world + 1) // 2
+        assert values == [total * world ** (calls - 1) if calls else rank + 1.0]
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -373,3 +463,155 @@ def test_peer_that_cannot_run(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command.main(["all", "--vs", "absent"])
     assert "--vs absent: it is not installed" in capsys.readouterr().err
+
+
+# --- peers ---------------------------------------------------------------------------------------
+
+
+def test_all_leaves_out_what_is_missing(monkeypatch, capsys, tmp_path):
+    absent = peers.Peer("absent", lambda: "it is not installed", {})
+    gloo = peers.find()["gloo"]
+    monkeypatch.setattr(peers, "find", lambda: {"absent": absent, "gloo": gloo})
+    chosen = []
+    monkeypatch.setattr(launch, "launch", lambda body, settings, ranks: chosen.append(settings))
+    monkeypatch.chdir(tmp_path)
+    command.main(["all_reduce", "--vs", "all"])
+    assert chosen[0].peers == ("gloo",)
+    assert "without absent: it is not installed" in capsys.readouterr().out
+
+
+def test_peers_that_are_not_installed(tmp_path):
+    program = (
+        "import json, sys\n"
+        "sys.prefix = sys.argv[1]\n"
+        "from coconet_ops.bench import peers\n"
+        "print(json.dumps({name: peer.missing() for name, peer in peers.find().items()}))\n"
+    )
+    code, out, err = finish(start([str(tmp_path)], tmp_path, ["-c", program]))
+    assert code == 0, err
+    reasons = json.loads(out)
+    for name in ("deepspeed", "impi", "mpich", "openmpi"):
+        assert "make bench-peers" in reasons.pop(name)
+    assert reasons == {"ddp": None, "gloo": None, "zero": None}
+
+
+def test_peers_of_torch(tmp_path):
+    arguments = ["rs_adam_ag", "-b", "4K", "--dtype", "float32,bfloat16", "--vs", "ddp,gloo,zero"]
+    code, out, err = finish(start([*arguments, *QUICK], tmp_path))
+    assert code == 0, err
+    assert "rs_adam_ag bfloat16 4K flat: without zero, which can't do this dtype" in out
+    record = json.loads(Path(tmp_path, "bench-results/rs_adam_ag.json").read_text())
+    for row in record["rows"]:
+        if not row["peer"]:
+            fp32 = row["dtype"] == "float32"
+            assert set(row["speedup"]) == ({"ddp", "gloo", "zero"} if fp32 else {"gloo"})
+            assert row["speedup_over_best"] == row["speedup"][row["best_peer"]]
+
+
+def test_peers_that_are_installed(tmp_path):
+    names = [name for name in ("deepspeed", "impi", "mpich", "openmpi") if not missing(name)]
+    if not names:
+        pytest.skip("none")
+    code, _, err = finish(start(["all", "-b", "4K", "--vs", ",".join(names), *QUICK], tmp_path))
+    assert code == 0, err
+    record = json.loads(Path(tmp_path, "bench-results/all.json").read_text())
+    assert {row["peer"] for row in record["rows"]} == {"", *names}
+
+
+def missing(name):
+    return peers.find()[name].missing()
+
+
+# A peer with processes of its own, its mpiexec (launch), and the command, in one file: spawned
+# ranks import it too. It knows the answer, adds OFFSET, and raises where that is None.
+SIDECAR_PROGRAM = """
+import multiprocessing, os, sys, time
+from coconet_ops.bench import peers, sidecar
+from coconet_ops.bench.__main__ import main
+from coconet_ops.bench.check import fill, tile
+from coconet_ops.bench.model import Candidate
+
+class Library:
+    def launcher(self, ranks, oversubscribed):
+        return [sys.executable, __file__, "launch"], {"RANKS": str(ranks)}
+    def start(self):
+        pass
+    def barrier(self):
+        self.meeting.wait()
+    def finish(self):
+        pass
+
+def all_reduce(problem, buffers):
+    (x,) = buffers.private("x", [problem.count], problem.dtype)
+    own = tile(problem.rank, problem.dtype)
+    answer = sum(tile(rank, problem.dtype) for rank in range(problem.world))
+    return [Candidate("apart", lambda: fill([x], own), lambda: fill([x], answer + OFFSET),
+                      lambda: list(x.chunk(2)))]
+
+LIBRARY = Library()
+PEER = peers.Peer("apart", lambda: None, {"all_reduce": all_reduce}, LIBRARY)
+peers.find = lambda: {"apart": PEER}
+
+def launch(arguments):
+    LIBRARY.world_size = int(os.environ["RANKS"])
+    LIBRARY.meeting = multiprocessing.Barrier(LIBRARY.world_size)
+    children = []
+    for LIBRARY.rank in range(LIBRARY.world_size):
+        child = os.fork()
+        if child == 0:
+            sidecar.main(*arguments)
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+if __name__ == "__main__":
+    if sys.argv[1] == "launch":
+        launch(sys.argv[5:])  # after the command, the name of the module
+    else:
+        sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start_with_sidecar(folder, offset, *arguments):
+    Path(folder, "apart.py").write_text(SIDECAR_PROGRAM.replace("OFFSET", offset))
+    return start(["all_reduce", "--vs", "apart", *arguments], folder, ["apart.py"])
+
+
+def test_sidecar(tmp_path):
+    code, out, err = finish(start_with_sidecar(tmp_path, "0", "-b", "4K", "-e", "64K", *QUICK))
+    assert code == 0, err
+    record = json.loads(Path(tmp_path, "bench-results/all_reduce.json").read_text())
+    rows = [row for row in record["rows"] if row["peer"]]
+    assert [row["candidate"] for row in rows] == ["apart"] * 3
+    assert all(0 < first for row in rows for first in row["first_call"])
+    assert "vs apart" in out
+
+
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [
+        ("1", "all_reduce: wrong answer from 'apart'"),
+        ("None", "apart: its process failed: Traceback"),
+    ],
+)
+def test_sidecar_that_fails(tmp_path, offset, message):
+    process = start_with_sidecar(tmp_path, offset, "-b", "4K", *QUICK)
+    code, _, err = finish(process)
+    assert code == 1
+    assert f"coconet-bench: {message}" in err
+
+
+def test_sidecar_dies_with_the_command(tmp_path):
+    """Even deep in a call."""
+    deep = "(open('deep', 'w').close() or time.sleep(3600))"
+    process = start_with_sidecar(tmp_path, deep, "-b", "4K")
+    while not Path(tmp_path, "deep").exists():
+        assert process.poll() is None, finish(process)
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    apart = [child for child in children if "launch" in child.cmdline()]
+    assert len(apart) == 3  # the launcher and one for each rank
+    process.kill()
+    assert_gone(apart)
+    finish(process)

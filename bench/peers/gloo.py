@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..cases.rs_adam_ag import (
-    HYPERPARAMETERS,
-    initial_parameters,
-    layout_counts,
-    load_gradients,
-)
 from ..check import fill, tile
 from ..model import Buffers, Candidate, Problem
 from . import Peer
+from ._adam import whole_step
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default
 UNPINNED_BYTES = 1 << 20  # with larger tensors gloo is at its best on one core per rank
@@ -72,35 +66,17 @@ def all_gather(problem: Problem, buffers: Buffers) -> list[Candidate]:
 
 
 def rs_adam_ag(problem: Problem, buffers: Buffers) -> list[Candidate]:
-    """all_reduce of one flat gradient, then torch.optim.Adam(fused=True).
+    """all_reduce of one flat gradient, then torch.optim.Adam(fused=True)."""
 
-    The gradients are views of the flat one (DDP's gradient_as_bucket_view): nothing is packed.
-    """
-    counts = layout_counts(problem)
-    parameters = initial_parameters(problem, buffers)
-    (flat,) = buffers.private("flat gradient", [problem.count], problem.dtype)
-    gradients = list(flat.split(counts))
-    adam = _Adam(parameters, gradients)
+    def in_buckets(flat: Tensor) -> None:
+        buckets = flat.split(BUCKET_BYTES // problem.dtype.itemsize)
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+            work.wait()
 
-    def reset() -> None:
-        initial_parameters(problem, buffers)
-        adam.reset()
-
-    def candidate(name: str, buckets: list[Tensor]) -> Candidate:
-        def run() -> None:
-            for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
-                work.wait()
-            adam.step()
-
-        return Candidate(
-            name, lambda: load_gradients(problem, gradients), run, lambda: parameters, reset
-        )
-
-    whole = candidate("gloo + Adam(fused)", [flat])
-    buckets = list(flat.split(BUCKET_BYTES // problem.dtype.itemsize))
-    if len(buckets) == 1:
+    whole = whole_step(problem, buffers, "gloo + Adam(fused)", dist.all_reduce)
+    if problem.bytes <= BUCKET_BYTES:
         return _unpinned_too(problem, whole)
-    return [whole, candidate("gloo 25 MB + Adam(fused)", buckets)]
+    return [whole, whole_step(problem, buffers, "gloo 25 MB + Adam(fused)", in_buckets)]
 
 
 def _unpinned_too(problem: Problem, *candidates: Candidate) -> list[Candidate]:
@@ -109,31 +85,6 @@ def _unpinned_too(problem: Problem, *candidates: Candidate) -> list[Candidate]:
         return list(candidates)
     free = [replace(c, name=f"{c.name} unpinned", pinned=False) for c in candidates]
     return [*candidates, *free]
-
-
-class _Adam:
-    """torch's fused Adam; 16-bit parameters get fp32 masters, as in mixed-precision training."""
-
-    def __init__(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        self._parameters, self._gradients = parameters, gradients
-        self._mixed = parameters[0].dtype != torch.float32
-        self._masters = [p.float() for p in parameters]  # the same tensors where fp32
-        for master, gradient in zip(self._masters, gradients, strict=True):
-            master.grad = torch.empty_like(master) if self._mixed else gradient
-        self._adam = torch.optim.Adam(self._masters, fused=True, **HYPERPARAMETERS)
-
-    def reset(self) -> None:
-        if self._mixed:
-            torch._foreach_copy_(self._masters, self._parameters)
-        for state in self._adam.state.values():
-            torch._foreach_zero_(list(state.values()))
-
-    def step(self) -> None:
-        if self._mixed:
-            torch._foreach_copy_([m.grad for m in self._masters], self._gradients)
-        self._adam.step()
-        if self._mixed:
-            torch._foreach_copy_(self._parameters, self._masters)
 
 
 PEER = Peer(
