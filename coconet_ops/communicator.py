@@ -38,7 +38,8 @@ class Communicator:
 
     Raises:
         CommunicatorError: ranks on several hosts (named), more than 64 ranks, ranks that
-            disagree on the arguments, or no shared memory to be had; on every rank.
+            disagree on heap_bytes or COCONET_CHECK, bad arguments on some rank, or no shared memory
+            to be had; on every rank.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Communicator:
             "host": (_C.host_identity(), socket.gethostname()),
             "heap_bytes": heap_bytes,
             "address": rendezvous.address if rendezvous else "",
+            "check": os.environ.get("COCONET_CHECK", "1") != "0",
             "pidfd": bool(rendezvous and rendezvous.has_pidfd and _liveness != "heartbeat"),
         }
         ranks: list[dict] = _exchange(mine, group, self.world_size)
@@ -88,7 +90,7 @@ class Communicator:
                 use_pidfds=all(r["pidfd"] for r in ranks),
                 heap_bytes=heap_bytes,
                 timeout=seconds,
-                check=os.environ.get("COCONET_CHECK", "1") != "0",
+                check=mine["check"],
                 first_epoch=_first_epoch,
             )
         except (OSError, RuntimeError) as error:
@@ -226,6 +228,14 @@ def _agree(ranks: list[dict]) -> None:
     sizes = [info["heap_bytes"] for info in ranks]
     if len(set(sizes)) > 1:
         raise CommunicatorError(f"Communicator: ranks disagree on heap_bytes (rounded): {sizes}")
+    # Where only some ranks compare, a disagreement would be an error on those alone.
+    checking = [rank for rank, info in enumerate(ranks) if info["check"]]
+    if 0 < len(checking) < len(ranks):
+        others = [rank for rank in range(len(ranks)) if rank not in checking]
+        raise CommunicatorError(
+            f"Communicator: ranks disagree on COCONET_CHECK: on for ranks {checking}, 0 for ranks "
+            f"{others}; set it to one value everywhere"
+        )
 
 
 def communicator(group: Group = None) -> Communicator:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,32 +53,6 @@ def communicator():
     if _communicator is None or _communicator.closed:
         _communicator = co.Communicator(heap_bytes=HEAP_BYTES, timeout=TIMEOUT)
     return _communicator
-
-
-def resources() -> dict[str, Counter]:
-    """What this process holds: file descriptors, shared mappings, threads."""
-    descriptors = Counter()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # listdir's own descriptor
-            target = os.readlink(f"/proc/self/fd/{name}")
-            descriptors[target.split(":")[0] if target.startswith("socket:") else target] += 1
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    mappings = Counter(line.split(maxsplit=5)[5] for line in maps if "memfd:" in line)
-    threads = Counter(threads=len(os.listdir("/proc/self/task")))
-    return {"descriptors": descriptors, "mappings": mappings, "threads": threads}
-
-
-def leaked(before: dict[str, Counter]) -> dict[str, dict[str, int]]:
-    """What this process holds now and didn't hold before; {} if nothing."""
-    gc.collect()
-    for _ in range(50):  # a thread that was just joined may linger in /proc
-        now = resources()
-        more = {kind: dict(now[kind] - before[kind]) for kind in now}
-        more = {kind: names for kind, names in more.items() if names}
-        if not more:
-            break
-        time.sleep(0.02)
-    return more
 
 
 def gather_objects(value: Any) -> list[Any]:

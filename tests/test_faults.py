@@ -18,9 +18,7 @@ import torch.distributed as dist
 from harness import (
     Ranks,
     gather_objects,
-    leaked,
     raised,
-    resources,
     run_fresh,
     run_script,
     values,
@@ -28,6 +26,7 @@ from harness import (
 )
 
 import coconet_ops as co
+from coconet_ops.testing.resources import leaked, resources
 
 MIB = 1 << 20
 PROMPT = 5.0  # seconds: finds hangs; the measured time is in the test report
