@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import os
 import socket
 import threading
@@ -158,7 +159,10 @@ class Communicator:
                 raise ValueError(f"empty: device is {device}; the {self.backend} backend has cpu")
             if any(not isinstance(n, int) or n < 0 for n in size):
                 raise ValueError(f"empty: size is {size}; sizes are integers >= 0")
-        return self._core.empty(list(size), dtype or torch.get_default_dtype())
+            dtype = dtype or torch.get_default_dtype()
+            if max(math.prod(size) * dtype.itemsize, *size, 0) >= 2**63:
+                raise ValueError(f"empty: size is {size}; these are more bytes than 2^63")
+        return self._core.empty(list(size), dtype)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is in this rank's heap."""

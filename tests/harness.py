@@ -350,13 +350,27 @@ def start_program(arguments: Iterable[str], folder: Path) -> subprocess.Popen:
     )
 
 
-def run_script(world_size: int, source: str, environment: dict[str, str] | None = None):
+def run_script(
+    world_size: int,
+    source: str,
+    environment: dict[str, str] | None = None,
+    launcher: Iterable[str] = (),
+):
     """Runs Python source as `world_size` programs (argv: rank, world size, rendezvous file);
-    returns (exit code, stderr) by rank. Unlike a pool's ranks they end as a user's program ends."""
+    returns (exit code, stderr) by rank. Unlike a pool's ranks they end as a user's program ends.
+    launcher: a command in front of Python's."""
     with tempfile.TemporaryDirectory(prefix="coconet-script-") as folder:
         programs = [
             subprocess.Popen(
-                [sys.executable, "-c", source, str(rank), str(world_size), f"{folder}/rendezvous"],
+                [
+                    *launcher,
+                    sys.executable,
+                    "-c",
+                    source,
+                    str(rank),
+                    str(world_size),
+                    f"{folder}/rendezvous",
+                ],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -225,6 +225,33 @@ def test_stopped_rank_that_continues_in_time_does_no_harm(world_size):
     assert ranks.close() == [0] * world_size
 
 
+def suspended(liveness, timeout, ready):
+    comm = co.Communicator(heap_bytes=MIB, timeout=timedelta(seconds=timeout), _liveness=liveness)
+    Path(f"{ready}-{comm.rank}").touch()
+    if comm.rank == 1:  # the other one waits for it
+        wait_for(Path(f"{ready}-go").exists)
+    return (co.all_reduce(torch.ones(5), group=comm) == 2).all().item()
+
+
+@pytest.mark.parametrize(("liveness", "timeout"), [("auto", 2), ("heartbeat", 30)])
+def test_ranks_that_are_all_stopped_for_long_have_not_waited_meanwhile(tmp_path, liveness, timeout):
+    """Ctrl-Z and fg: nobody is late because everybody was away."""
+    ranks = Ranks(2)
+    ranks.start(suspended, liveness, timeout, str(tmp_path / "ready"))
+    for rank in range(2):
+        wait_for((tmp_path / f"ready-{rank}").exists)
+    time.sleep(0.3)
+    for rank in range(2):
+        ranks.signal(rank, signal.SIGSTOP)
+    time.sleep(4)  # longer than the timeout, and than heartbeats may take
+    for rank in range(2):
+        ranks.signal(rank, signal.SIGCONT)
+    time.sleep(0.2)
+    (tmp_path / "ready-go").touch()
+    assert values(ranks.finish()) == [True, True]
+    assert ranks.close() == [0, 0]
+
+
 def beating(victim, number):
     comm = co.Communicator(heap_bytes=MIB, timeout=timedelta(seconds=30), _liveness="heartbeat")
     x = comm.empty(1000).fill_(1)

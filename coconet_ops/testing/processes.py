@@ -60,11 +60,11 @@ class Ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._processes[rank].pid, number)
 
-    def expect(self, ranks: Iterable[int], word: str, seconds: float = WATCHDOG) -> dict[int, Any]:
+    def expect(self, ranks: Iterable[int], word: str) -> dict[int, Any]:
         """Waits until each of the ranks has said the word; what came with it."""
         values: dict[int, Any] = {}
         pending = set(ranks)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + WATCHDOG
         while pending:
             waiting = {self._channels[rank]: rank for rank in pending}
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
