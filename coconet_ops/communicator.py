@@ -65,9 +65,10 @@ class Communicator:
         self.timeout = timeout
         if self.rank < 0:
             raise ValueError("Communicator: this process is not a member of the group")
-        rendezvous, problem = None, ""
+        rendezvous, host, problem = None, "", ""
         try:
             heap_bytes, seconds = _check_limits(heap_bytes, timeout)
+            host = _C.host_identity()
             rendezvous = _C.Rendezvous(heap_bytes)
         except (TypeError, ValueError) as error:
             problem = str(error)
@@ -75,7 +76,7 @@ class Communicator:
             problem = f"no shared memory: {error}"
         mine = {
             "problem": problem,
-            "host": (_C.host_identity(), socket.gethostname()),
+            "host": (host, socket.gethostname()),
             "heap_bytes": heap_bytes,
             "address": rendezvous.address if rendezvous else "",
             "check": os.environ.get("COCONET_CHECK", "1") != "0",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import resource
 import subprocess
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from harness import gather_objects, run_fresh, run_script, values
+import torch.distributed as dist
+from harness import gather_objects, raised, run_fresh, run_script, values
 
 import coconet_ops as co
 from coconet_ops.testing.resources import leaked, resources
@@ -165,6 +167,9 @@ def test_ranks_in_pid_namespaces_of_their_own(liveness, pidfds):
     assert [code for code, _ in results] == [42, 7, 42], results
 
 
+# --- small systems -------------------------------------------------------------------------------
+
+
 SMALL_SHM = (
     "unshare",
     "--mount",
@@ -193,21 +198,29 @@ def test_small_dev_shm_is_no_limit():
         assert code == 0, stderr
 
 
-def out_of_descriptors(_):
-    """The limit leaves no room for the peers' descriptors."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def out_of_descriptors():
+    """Rank 0's limit leaves room for 0, 1, 2, ... more, until it is enough."""
+    rank, limits = gather_objects(0) and dist.get_rank(), resource.getrlimit(resource.RLIMIT_NOFILE)
     before = resources()
-    used = len(os.listdir("/proc/self/fd"))
-    messages = []
-    for room in range(0, 9):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + room, hard))
-        try:
-            co.Communicator(heap_bytes=MIB).close()
-        except Exception as error:
-            messages.append((type(error).__name__, str(error)))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        gather_objects(0)
-    return messages, leaked(before)
+    used = before["descriptors"].total() - 1  # without the one that counted
+    refusals, created = [], False
+    while not created:
+        if rank == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + len(refusals), limits[1]))
+        name, message, _ = raised(
+            lambda: co.Communicator(heap_bytes=MIB, timeout=timedelta(seconds=2)).close()
+        )
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        created = name == "nothing"
+        if not created:
+            refusals.append((name, message))
+    return refusals, leaked(before)
+
+
+def test_running_out_of_descriptors_is_named_on_all_ranks():
+    for refusals, leaks in values(run_fresh(3, out_of_descriptors)):
+        assert len(refusals) >= 8, "memfd, socket, pidfd, boot id, and three per peer"
+        for name, message in refusals:
+            assert name == "CommunicatorError", (name, message)
+            assert "rank 0: " in message and "Too many open files" in message, message
+        assert leaks == {}

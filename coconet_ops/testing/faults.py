@@ -313,10 +313,12 @@ class Disagree(Fault):
 
 
 class BadArgument(Fault):
+    """The victim is told by an exception of its own, the others which rank it was, and why."""
+
     closes = False
 
     def strike(self, session):
-        comm, x = session.comm, torch.ones(6, 2)
+        comm, x, step = session.comm, torch.ones(6, 2), adam_step(session.comm)
         call, error, pattern = {
             "dtype": (lambda: co.all_reduce(x.int(), group=comm), "TypeError", "int32"),
             "type": (lambda: co.all_gather([1.0], group=comm), "TypeError", "list"),
@@ -324,36 +326,32 @@ class BadArgument(Fault):
             "dim": (lambda: co.reduce_scatter(x, dim=7, group=comm), "ValueError", "7"),
             "size": (lambda: co.all_gather(x, size=-5, group=comm), "ValueError", "-5"),
             "empty": (lambda: comm.empty(-3), "ValueError", "-3"),
-            "lr": (lambda: self.step(session, lr=-1.0), "ValueError", r"-1\.0"),
+            "lr": (lambda: step(-1.0), "ValueError", r"-1\.0"),
             "device": (lambda: co.all_reduce(x.to("meta"), group=comm), "ValueError", "meta"),
         }[session.fault.details["what"]]
-        self.prepare(session)
         session.must_see(attempt(call), error, pattern)
 
     def witness(self, session):
-        op = session.fault.details["what"]
-        self.prepare(session)
-        x = torch.ones(6, 2)
+        comm, x, step = session.comm, torch.ones(6, 2), adam_step(session.comm)
         call = {
-            "type": lambda: co.all_gather(x, group=session.comm),
-            "size": lambda: co.all_gather(x, group=session.comm),
-            "dim": lambda: co.reduce_scatter(x, group=session.comm),
-            "empty": lambda: session.comm.empty(3),
-            "lr": lambda: self.step(session, lr=1.0),
-        }.get(op, lambda: co.all_reduce_(x, group=session.comm))
+            "type": lambda: co.all_gather(x, group=comm),
+            "size": lambda: co.all_gather(x, group=comm),
+            "dim": lambda: co.reduce_scatter(x, group=comm),
+            "empty": lambda: comm.empty(3),
+            "lr": lambda: step(1.0),
+        }.get(session.fault.details["what"], lambda: co.all_reduce_(x, group=comm))
         victim = session.rank_of(session.fault.victim)
         seen = attempt(call)
         session.must_see(seen, "MismatchError", rf"\brank {victim} was given bad arguments: ")
         if not (x == 1).all():
             raise WrongResult(f"rank {session.rank}: a refused call has written")
 
-    def prepare(self, session):
-        if session.fault.details["what"] == "lr":
-            self.params = [torch.ones(5)]
-            self.state = co.AdamState(self.params, group=session.comm)
 
-    def step(self, session, lr):
-        co.rs_adam_ag_(self.params, [torch.ones(5)], self.state, lr=lr)
+def adam_step(comm):
+    """step(lr) of a small list of parameters. Collective."""
+    params, grads = [torch.ones(5), torch.ones(70)], [torch.ones(5), torch.ones(70)]
+    state = co.AdamState(params, group=comm)
+    return lambda lr: co.rs_adam_ag_(params, grads, state, lr=lr)
 
 
 class FullHeap(Fault):

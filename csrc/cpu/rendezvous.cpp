@@ -85,16 +85,19 @@ int receive_descriptors(int socket, int* fds, int count) {
     message.msg_controllen = sizeof control;
     const ssize_t bytes = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
     const cmsghdr* header = CMSG_FIRSTHDR(&message);
-    if (bytes != sizeof rank || header == nullptr || header->cmsg_type != SCM_RIGHTS) return -1;
-    const int received = static_cast<int>((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+    const bool some = bytes > 0 && header != nullptr && header->cmsg_type == SCM_RIGHTS;
+    const int received =
+        some ? static_cast<int>((header->cmsg_len - CMSG_LEN(0)) / sizeof(int)) : 0;
     int all[2] = {-1, -1};
-    memcpy(all, CMSG_DATA(header), received * sizeof(int));
-    if (received != count) {
-        for (int i = 0; i < received; ++i) close(all[i]);
-        return -1;
+    if (some) memcpy(all, CMSG_DATA(header), received * sizeof(int));
+    if (bytes == sizeof rank && received == count) {
+        memcpy(fds, all, count * sizeof(int));
+        return rank;
     }
-    memcpy(fds, all, count * sizeof(int));
-    return rank;
+    for (int i = 0; i < received; ++i) close(all[i]);
+    if (message.msg_flags & MSG_CTRUNC)
+        throw std::runtime_error("receiving a peer's descriptors: Too many open files");
+    return -1;
 }
 
 bool same_user(int socket) {
@@ -122,7 +125,9 @@ void wait_readable(int fd, std::chrono::steady_clock::time_point deadline, int m
 
 std::string host_identity() {
     std::string boot;
-    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    if (!file && errno != ENOENT) throw os_error("reading the boot id");
+    file >> boot;
     char netns[64] = {};
     if (readlink("/proc/self/ns/net", netns, sizeof netns - 1) < 0) netns[0] = '\0';
     return boot + " " + netns;
@@ -176,6 +181,8 @@ Rendezvous::Result Rendezvous::connect(int rank, const std::vector<std::string>&
     for (int missing = world - 1; missing > 0;) {
         wait_readable(listener_, deadline, missing);
         const FileDescriptor incoming(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC));
+        if (incoming.fd < 0 && errno != EINTR && errno != ECONNABORTED)
+            throw os_error("accepting a peer");
         if (incoming.fd < 0 || !same_user(incoming.fd)) continue;
         wait_readable(incoming.fd, deadline, missing);
         int fds[2] = {-1, -1};
