@@ -97,6 +97,7 @@ class Communicator:
             )
         except (OSError, RuntimeError) as error:
             problem = str(error)
+            rendezvous = None  # peers that still wait for this rank learn that it won't come
         # Vote: either all ranks have a communicator or none.
         votes: list[str] = _exchange(problem, group, self.world_size)
         failed = [f"rank {r}: {text}" for r, text in enumerate(votes) if text]

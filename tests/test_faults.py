@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import re
 import signal
@@ -26,7 +28,7 @@ from harness import (
 )
 
 import coconet_ops as co
-from coconet_ops.testing.resources import leaked, resources
+from coconet_ops.testing.resources import leaked, no_more_memory, resources
 
 MIB = 1 << 20
 PROMPT = 5.0  # seconds: finds hangs; the measured time is in the test report
@@ -471,6 +473,59 @@ def test_signal_handlers_run_during_a_wait_and_may_raise():
     results = values(run_fresh(2, handler_raises))
     assert results[0][0] == "Stop" and results[0][2] == 2
     assert results[1][0] == "PeerLostError"
+
+
+# --- a rank that dies while they meet ------------------------------------------------------------
+
+
+def dies_while_meeting(victim):
+    gather_objects(0)
+    before = resources()
+    if dist.get_rank() == victim:
+        module = importlib.import_module("coconet_ops.communicator")
+        exchange = module._exchange
+
+        def exchange_and_die(*arguments):
+            exchange(*arguments)
+            time.sleep(0.5)  # the others have connected and wait for this rank
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        module._exchange = exchange_and_die
+    start = time.monotonic()
+    error, message, _ = raised(lambda: co.Communicator(heap_bytes=MIB))
+    return error, message, time.monotonic() - start, leaked(before)
+
+
+def test_death_while_ranks_meet_is_noticed_before_the_timeout():
+    for outcome in run_fresh(3, dies_while_meeting, 1, victims=[1]):
+        assert outcome.ok, outcome.describe()
+        error, message, elapsed, leaks = outcome.value
+        # The process group's own: it finds the dead rank when the others vote.
+        assert error in ("RuntimeError", "CommunicatorError"), (error, message)
+        assert elapsed < PROMPT
+        assert leaks == {}
+
+
+# --- a call that fails inside --------------------------------------------------------------------
+
+
+def without_memory():
+    comm = co.Communicator(heap_bytes=MIB, timeout=timedelta(seconds=30))
+    x = torch.ones(16 * MIB)  # larger than what malloc keeps
+    with no_more_memory() if comm.rank == 1 else contextlib.nullcontext():
+        error, message, _ = raised(lambda: co.all_reduce(x, group=comm))
+    return error, message, raised(comm.barrier)
+
+
+def test_no_memory_for_a_result_is_told_to_the_others():
+    for rank, (error, message, again) in enumerate(values(run_fresh(3, without_memory))):
+        if rank == 1:
+            assert error == "RuntimeError" and "memory" in message, (error, message)
+            assert again[0] == "CommunicatorError" and message.splitlines()[0] in again[1], again
+        else:
+            assert error == "PeerLostError" and "rank 1" in message, (error, message)
+            assert "failed inside the call" in message and "memory" in message, message
+            assert again[0] == "PeerLostError" and message in again[1], again
 
 
 # --- a rank that is late -------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import coconet_ops as co
 
 from .calls import WrongResult
+from .resources import no_more_memory
 from .session import HEAP_BYTES, Session, attempt
 
 
@@ -128,6 +129,23 @@ class Destroy(Close):
         dist.destroy_process_group()
         for comm in session.comms.values():
             session.must_see(attempt(comm.barrier), "CommunicatorError", "close")
+
+
+class NoMemory(Fault):
+    """The victim's call fails inside: no memory for the result."""
+
+    def strike(self, session):
+        x = torch.ones(16 << 20)  # larger than what malloc keeps
+        with no_more_memory():
+            seen = attempt(lambda: co.all_reduce(x, group=session.comm))
+        session.must_see(seen, ("RuntimeError", "MemoryError"), "memory")
+        again = attempt(session.comm.barrier)
+        session.must_see(again, "CommunicatorError", "failed inside the call: .*memory")
+
+    def witness(self, session):
+        x = torch.ones(16 << 20)
+        seen = attempt(lambda: co.all_reduce(x, group=session.comm))
+        self.check(session, seen, "failed inside the call: .*memory")
 
 
 # --- a rank that stops ---------------------------------------------------------------------------
@@ -407,6 +425,7 @@ FAULTS: dict[str, Fault] = {
     "raise": Raise(),
     "forget": Forget(),
     "destroy": Destroy(),
+    "no memory": NoMemory(),
     "stop": Stop(),
     "pause": Pause(),
     "pause all": PauseAll(),

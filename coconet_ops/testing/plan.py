@@ -22,6 +22,7 @@ FAULTS = {
     "raise": 1,
     "forget": 1,
     "destroy": 1,
+    "no memory": 1,
     "stop": 2,
     "pause": 2,
     "pause all": 1,

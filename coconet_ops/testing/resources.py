@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -22,6 +24,19 @@ def resources() -> dict[str, Counter]:
     mappings = Counter(name for name in named if "memfd:" in name or name.startswith("/dev/shm/"))
     threads = Counter(threads=len(os.listdir("/proc/self/task")))
     return {"descriptors": descriptors, "mappings": mappings, "threads": threads}
+
+
+@contextlib.contextmanager
+def no_more_memory() -> Iterator[None]:
+    """Inside, this process gets no more than a few small pieces of memory."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + (4 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def leaked(before: dict[str, Counter]) -> dict[str, dict[str, int]]:

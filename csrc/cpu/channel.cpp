@@ -22,11 +22,11 @@ bool (*interrupt_requested)() = nullptr;
 
 namespace {
 
-constexpr int64_t kYieldNs = 200'000;     // then sleep
-constexpr int64_t kNapNs = 50'000'000;    // how often a sleeper looks after its peers
-constexpr int64_t kLongNapNs = 10 * kNapNs;
-constexpr int kSpins = 2000;              // about 30 us
-constexpr int kSpinsOversubscribed = 50;  // more ranks than cores: let the others run
+constexpr int64_t kYieldNs = 200'000;        // then sleep
+constexpr int64_t kNapNs = 50'000'000;       // how often a sleeper looks after its peers
+constexpr int64_t kLongNapNs = 10 * kNapNs;  // longer than a busy system delays it
+constexpr int kSpins = 2000;                 // about 30 us
+constexpr int kSpinsOversubscribed = 50;     // more ranks than cores: let the others run
 
 void pause() {
 #if defined(__x86_64__)
@@ -124,7 +124,7 @@ void Channel::wait_long(int peer, Phase phase, uint32_t want) {
         if (interrupt_requested && interrupt_requested()) fail_interrupted();
         check_peers(phase, want);
         if (arrived()) return;
-        // A process that was stopped (Ctrl-Z) has not waited meanwhile; its peers were too, perhaps.
+        // A process that was stopped (Ctrl-Z) has not waited: perhaps its peers were stopped too.
         const int64_t now = now_ns();
         waited += min64(now - looked, kLongNapNs);
         looked = now;
