@@ -22,11 +22,12 @@ bool (*interrupt_requested)() = nullptr;
 
 namespace {
 
-constexpr int64_t kYieldNs = 200'000;        // then sleep
-constexpr int64_t kNapNs = 50'000'000;       // how often a sleeper looks after its peers
-constexpr int64_t kLongNapNs = 10 * kNapNs;  // longer than a busy system delays it
-constexpr int kSpins = 2000;                 // about 30 us
-constexpr int kSpinsOversubscribed = 50;     // more ranks than cores: let the others run
+constexpr int64_t kYieldNs = 200'000;     // then sleep
+constexpr int64_t kNapNs = 50'000'000;    // how often a sleeper looks after its peers
+constexpr int kSpins = 2000;              // about 30 us
+constexpr int kSpinsOversubscribed = 50;  // more ranks than cores: let the others run
+
+constexpr int64_t kLongNapNs = 10 * kNapNs;  // longer than a busy system delays a sleeper
 
 void pause() {
 #if defined(__x86_64__)
