@@ -284,6 +284,15 @@ def _shared_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
+def _in_use(file: str) -> bool:
+    """Whether a process has mapped it: another program's, since the ranks have ended."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if file in maps.read_text():
+                return True
+    return False
+
+
 def run_fresh(
     world_size: int,
     function: Callable,
@@ -309,6 +318,7 @@ def run_fresh(
     left = {rank: code for rank, code in enumerate(codes) if rank not in gone and code != 0}
     assert not left, f"exit codes of surviving ranks: {left}"
     files = _shared_files() - shared
+    files = {name for name in files if not _in_use(f"/dev/shm/{name}")}
     assert not files, f"left in /dev/shm: {files}"
     return outcomes
 

@@ -6,8 +6,10 @@ expected result by itself.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -88,15 +90,25 @@ def check(call: Call, what: str, actual: Tensor, expected: Tensor) -> None:
         )
 
 
+@contextlib.contextmanager
+def inputs_intact(call: Call, tensors: list[Tensor], values: list[Tensor]) -> Iterator[None]:
+    """Afterwards the tensors have these values, whether the call succeeded or failed."""
+    try:
+        yield
+    finally:
+        for x, expected in zip(tensors, values, strict=True):
+            check(call, "input", x, expected)
+
+
 # --- ops -----------------------------------------------------------------------------------------
 
 
 def _all_reduce(call, comm):
     inputs = [numbers(call, r) for r in range(comm.world_size)]
     x = placed(call, comm, inputs[comm.rank])
-    y = co.all_reduce(x, op=call.options["op"], group=comm)
+    with inputs_intact(call, [x], [inputs[comm.rank]]):
+        y = co.all_reduce(x, op=call.options["op"], group=comm)
     check(call, "result", y, reduced(call, inputs))
-    check(call, "input", x, inputs[comm.rank])
     return y, [y]
 
 
@@ -112,7 +124,8 @@ def _reduce_scatter(call, comm):
     inputs = [numbers(call, r) for r in range(comm.world_size)]
     x = placed(call, comm, inputs[comm.rank])
     dim, split = call.options["dim"], call.options["split"]
-    y = co.reduce_scatter(x, dim=dim, op=call.options["op"], split=split, group=comm)
+    with inputs_intact(call, [x], [inputs[comm.rank]]):
+        y = co.reduce_scatter(x, dim=dim, op=call.options["op"], split=split, group=comm)
     total = reduced(call, inputs)
     if split == "tensor_split":
         parts = total.tensor_split(comm.world_size, dim)
@@ -120,7 +133,6 @@ def _reduce_scatter(call, comm):
         parts = total.chunk(comm.world_size, dim)
         parts += (total.narrow(dim, 0, 0),) * (comm.world_size - len(parts))
     check(call, "result", y, parts[comm.rank])
-    check(call, "input", x, inputs[comm.rank])
     return y, []
 
 
@@ -133,9 +145,9 @@ def _all_gather(call, comm):
         shape[dim] = rng.randint(0, shape[dim])
         shards.append(numbers(call, r, tuple(shape)))
     x = placed(call, comm, shards[comm.rank], max(s.numel() for s in shards))
-    y = co.all_gather(x, dim=dim, group=comm)
+    with inputs_intact(call, [x], [shards[comm.rank]]):
+        y = co.all_gather(x, dim=dim, group=comm)
     check(call, "result", y, torch.cat(shards, dim))
-    check(call, "input", x, shards[comm.rank])
     return y, [y]
 
 
@@ -185,9 +197,8 @@ def _adam(call, comm):
     for step in range(call.options["steps"]):
         gradients = _gradients(call, params, comm.world_size, step)
         own = [placed(call, comm, g) for g in gradients[comm.rank]]
-        co.rs_adam_ag_(params, own, state, lr=0.125)
-        for g, expected in zip(own, gradients[comm.rank], strict=True):
-            check(call, "gradient", g, expected)
+        with inputs_intact(call, own, gradients[comm.rank]):
+            co.rs_adam_ag_(params, own, state, lr=0.125)
         oracle.step(gradients)
         oracle.check(call, params)
     return params[0], params

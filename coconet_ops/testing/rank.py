@@ -62,7 +62,7 @@ def serve(rank: int, folder: str, channel, stacks: str, log: str) -> None:
                     link.tell("report", play(plan, rank, folder, link))
                 except Exception:
                     link.tell("broken", traceback.format_exc())
-        os._exit(0)
+        os._exit(0)  # torch's destructors may wait for peers
 
 
 def play(plan: Round, rank: int, folder: str, link: Link) -> dict[str, Any]:

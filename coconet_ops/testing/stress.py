@@ -70,7 +70,7 @@ def stress(args: argparse.Namespace) -> int:
     last = first if args.round is not None else args.rounds - 1 if args.rounds else sys.maxsize
     print(f"stress: {args.ranks} ranks, seed {args.seed}", flush=True)
     spoken = start
-    with_ranks = Ranks(args.ranks)
+    ranks = Ranks(args.ranks)
     try:
         for number in range(first, last + 1):
             if args.round is None and time.monotonic() - start > 60 * args.minutes:
@@ -79,7 +79,7 @@ def stress(args: argparse.Namespace) -> int:
             if args.verbose:
                 print(f"round {number}: {describe(plan)}", flush=True)
             try:
-                calls += play(plan, with_ranks)
+                calls += play(plan, ranks)
             except Failed as failure:
                 command = f"--ranks {args.ranks} --seed {args.seed} --round {number}"
                 if args.fault:
@@ -93,7 +93,7 @@ def stress(args: argparse.Namespace) -> int:
                 spoken = time.monotonic()
                 print(f"{spoken - start:6.0f} s: {done} rounds, {calls} calls", flush=True)
     finally:
-        with_ranks.close()
+        ranks.close()
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(faults.items()))
     print(f"passed: {done} rounds, {calls} calls in {time.monotonic() - start:.0f} s; {kinds}")
     return 0
