@@ -243,12 +243,13 @@ def test_ranks_that_are_all_stopped_for_long_have_not_waited_meanwhile(tmp_path,
     for rank in range(2):
         wait_for((tmp_path / f"ready-{rank}").exists)
     time.sleep(0.3)
-    for rank in range(2):
+    for rank in (1, 0):  # rank 0 has seen the last beat of rank 1, and looks before the next one
         ranks.signal(rank, signal.SIGSTOP)
+        time.sleep(0.2)
     time.sleep(4)  # longer than the timeout, and than heartbeats may take
-    for rank in range(2):
+    for rank in (0, 1):
         ranks.signal(rank, signal.SIGCONT)
-    time.sleep(0.2)
+        time.sleep(0.2)
     (tmp_path / "ready-go").touch()
     assert values(ranks.finish()) == [True, True]
     assert ranks.close() == [0, 0]
