@@ -220,18 +220,16 @@ class PauseAll(Fault):
 # --- a rank that is interrupted ------------------------------------------------------------------
 
 
-class InterruptWait(Fault):
-    """Ctrl-C while it waits for the others."""
+class Interrupt(Fault):
+    """Ctrl-C at any moment; the victim leaves `with comm`, as a user's program would."""
 
-    def prepare(self, session):
-        session.link.tell("waiting")
+    pattern = "interrupted while waiting|closed"
 
     def strike(self, session):
-        self.prepare(session)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             with session.comm:
-                seen = session.loop(announce=self.announce)
+                seen = self.be_interrupted(session)
                 if seen.error == "KeyboardInterrupt":
                     raise KeyboardInterrupt
                 session.must_see(seen, "KeyboardInterrupt")
@@ -243,11 +241,28 @@ class InterruptWait(Fault):
         session.must_see(again, "CommunicatorError", "interrupted while waiting|close")
         session.link.tell("failed")
 
-    announce = False
+    def be_interrupted(self, session):
+        return session.loop(announce=True)
+
+    def witness(self, session):
+        self.check(session, session.loop(announce=True), self.pattern)
+
+    def cause(self, stage):
+        stage.expect(stage.members, "looping")
+        time.sleep(stage.fault.details["moment"])
+        stage.insist(stage.victim, signal.SIGINT, "failed")
+
+
+class InterruptWait(Interrupt):
+    """Ctrl-C while it waits for the others."""
+
+    def be_interrupted(self, session):
+        session.link.tell("waiting")
+        return session.loop()
 
     def witness(self, session):
         session.link.wait_to_be_told()
-        self.check(session, session.loop(), "interrupted while waiting|closed")
+        self.check(session, session.loop(), self.pattern)
 
     def cause(self, stage):
         stage.expect([stage.victim], "waiting")
@@ -255,23 +270,6 @@ class InterruptWait(Fault):
         stage.insist(stage.victim, signal.SIGINT, "failed")
         for rank in stage.others:
             stage.tell(rank)
-
-
-class Interrupt(InterruptWait):
-    """Ctrl-C at any moment."""
-
-    announce = True
-
-    def prepare(self, session):
-        pass
-
-    def witness(self, session):
-        self.check(session, session.loop(announce=True), "interrupted while waiting|closed")
-
-    def cause(self, stage):
-        stage.expect(stage.members, "looping")
-        time.sleep(stage.fault.details["moment"])
-        stage.insist(stage.victim, signal.SIGINT, "failed")
 
 
 # --- calls that are refused: the communicator stays usable ---------------------------------------
