@@ -41,7 +41,8 @@ class Communicator:
 
     Raises:
         CommunicatorError: ranks on several hosts (named), more than 64 ranks, ranks that
-            disagree on the arguments, or no shared memory to be had; on every rank.
+            disagree on heap_bytes or COCONET_CHECK, bad arguments on some rank, or no shared memory
+            to be had; on every rank.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class Communicator:
         self.timeout = timeout
         if self.rank < 0:
             raise ValueError("Communicator: this process is not a member of the group")
-        rendezvous, problem = None, ""
+        rendezvous, host, problem = None, "", ""
         try:
             heap_bytes, seconds = _check_limits(heap_bytes, timeout)
+            host = _C.host_identity()
             rendezvous = _C.Rendezvous(heap_bytes)
         except (TypeError, ValueError) as error:
             problem = str(error)
@@ -76,10 +78,11 @@ class Communicator:
             problem = f"no shared memory: {error}"
         mine = {
             "problem": problem,
-            "host": (_C.host_identity(), socket.gethostname()),
+            "host": (host, socket.gethostname()),
             "heap_bytes": heap_bytes,
             "address": rendezvous.address if rendezvous else "",
             "cpus": _usable_cpus(),
+            "check": os.environ.get("COCONET_CHECK", "1") != "0",
             "pidfd": bool(rendezvous and rendezvous.has_pidfd and _liveness != "heartbeat"),
         }
         ranks: list[dict] = _exchange(mine, group, self.world_size)
@@ -92,12 +95,13 @@ class Communicator:
                 use_pidfds=all(r["pidfd"] for r in ranks),
                 heap_bytes=heap_bytes,
                 timeout=seconds,
-                check=os.environ.get("COCONET_CHECK", "1") != "0",
+                check=mine["check"],
                 first_epoch=_first_epoch,
                 oversubscribed=_oversubscribed(ranks),
             )
         except (OSError, RuntimeError) as error:
             problem = str(error)
+            rendezvous = None  # peers that still wait for this rank learn that it won't come
         # Vote: either all ranks have a communicator or none.
         votes: list[str] = _exchange(problem, group, self.world_size)
         failed = [f"rank {r}: {text}" for r, text in enumerate(votes) if text]
@@ -161,7 +165,10 @@ class Communicator:
                 raise ValueError(f"empty: device is {device}; the {self.backend} backend has cpu")
             if any(not isinstance(n, int) or n < 0 for n in size):
                 raise ValueError(f"empty: size is {size}; sizes are integers >= 0")
-        return self._core.empty(list(size), dtype or torch.get_default_dtype())
+            dtype = dtype or torch.get_default_dtype()
+            if max(math.prod(size) * dtype.itemsize, *size, 0) >= 2**63:
+                raise ValueError(f"empty: size is {size}; these are more bytes than 2^63")
+        return self._core.empty(list(size), dtype)
 
     @property
     def huge_pages(self) -> bool:
@@ -259,6 +266,14 @@ def _agree(ranks: list[dict]) -> None:
     sizes = [info["heap_bytes"] for info in ranks]
     if len(set(sizes)) > 1:
         raise CommunicatorError(f"Communicator: ranks disagree on heap_bytes (rounded): {sizes}")
+    # Where only some ranks compare, a disagreement would be an error on those alone.
+    checking = [rank for rank, info in enumerate(ranks) if info["check"]]
+    if 0 < len(checking) < len(ranks):
+        others = [rank for rank in range(len(ranks)) if rank not in checking]
+        raise CommunicatorError(
+            f"Communicator: ranks disagree on COCONET_CHECK: on for ranks {checking}, 0 for ranks "
+            f"{others}; set it to one value everywhere"
+        )
 
 
 def communicator(group: Group = None) -> Communicator:

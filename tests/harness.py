@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,32 +53,6 @@ def communicator():
     if _communicator is None or _communicator.closed:
         _communicator = co.Communicator(heap_bytes=HEAP_BYTES, timeout=TIMEOUT)
     return _communicator
-
-
-def resources() -> dict[str, Counter]:
-    """What this process holds: file descriptors, shared mappings, threads."""
-    descriptors = Counter()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # listdir's own descriptor
-            target = os.readlink(f"/proc/self/fd/{name}")
-            descriptors[target.split(":")[0] if target.startswith("socket:") else target] += 1
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    mappings = Counter(line.split(maxsplit=5)[5] for line in maps if "memfd:" in line)
-    threads = Counter(threads=len(os.listdir("/proc/self/task")))
-    return {"descriptors": descriptors, "mappings": mappings, "threads": threads}
-
-
-def leaked(before: dict[str, Counter]) -> dict[str, dict[str, int]]:
-    """What this process holds now and didn't hold before; {} if nothing."""
-    gc.collect()
-    for _ in range(50):  # a thread that was just joined may linger in /proc
-        now = resources()
-        more = {kind: dict(now[kind] - before[kind]) for kind in now}
-        more = {kind: names for kind, names in more.items() if names}
-        if not more:
-            break
-        time.sleep(0.02)
-    return more
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -312,6 +284,15 @@ def _shared_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
+def _in_use(file: str) -> bool:
+    """Whether a process has mapped it: another program's, since the ranks have ended."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if file in maps.read_text():
+                return True
+    return False
+
+
 def run_fresh(
     world_size: int,
     function: Callable,
@@ -337,6 +318,7 @@ def run_fresh(
     left = {rank: code for rank, code in enumerate(codes) if rank not in gone and code != 0}
     assert not left, f"exit codes of surviving ranks: {left}"
     files = _shared_files() - shared
+    files = {name for name in files if not _in_use(f"/dev/shm/{name}")}
     assert not files, f"left in /dev/shm: {files}"
     return outcomes
 
@@ -378,13 +360,27 @@ def start_program(arguments: Iterable[str], folder: Path) -> subprocess.Popen:
     )
 
 
-def run_script(world_size: int, source: str, environment: dict[str, str] | None = None):
+def run_script(
+    world_size: int,
+    source: str,
+    environment: dict[str, str] | None = None,
+    launcher: Iterable[str] = (),
+):
     """Runs Python source as `world_size` programs (argv: rank, world size, rendezvous file);
-    returns (exit code, stderr) by rank. Unlike a pool's ranks they end as a user's program ends."""
+    returns (exit code, stderr) by rank. Unlike a pool's ranks they end as a user's program ends.
+    launcher: a command in front of Python's."""
     with tempfile.TemporaryDirectory(prefix="coconet-script-") as folder:
         programs = [
             subprocess.Popen(
-                [sys.executable, "-c", source, str(rank), str(world_size), f"{folder}/rendezvous"],
+                [
+                    *launcher,
+                    sys.executable,
+                    "-c",
+                    source,
+                    str(rank),
+                    str(world_size),
+                    f"{folder}/rendezvous",
+                ],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

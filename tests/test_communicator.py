@@ -18,15 +18,14 @@ from harness import (
     assert_same_on_all_ranks,
     communicator,
     gather_objects,
-    leaked,
     raised,
-    resources,
     run_fresh,
     run_script,
     values,
 )
 
 import coconet_ops as co
+from coconet_ops.testing.resources import leaked, resources
 
 MIB = 1 << 20
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import re
 import signal
@@ -18,9 +20,7 @@ import torch.distributed as dist
 from harness import (
     Ranks,
     gather_objects,
-    leaked,
     raised,
-    resources,
     run_fresh,
     run_script,
     values,
@@ -28,6 +28,7 @@ from harness import (
 )
 
 import coconet_ops as co
+from coconet_ops.testing.resources import leaked, no_more_memory, resources
 
 MIB = 1 << 20
 PROMPT = 5.0  # seconds: finds hangs; the measured time is in the test report
@@ -224,6 +225,34 @@ def test_stopped_rank_that_continues_in_time_does_no_harm(world_size):
     steps = values(ranks.finish())
     assert len(set(steps)) == 1 and steps[0] > 0
     assert ranks.close() == [0] * world_size
+
+
+def suspended(liveness, timeout, ready):
+    comm = co.Communicator(heap_bytes=MIB, timeout=timedelta(seconds=timeout), _liveness=liveness)
+    Path(f"{ready}-{comm.rank}").touch()
+    if comm.rank == 1:  # the other one waits for it
+        wait_for(Path(f"{ready}-go").exists)
+    return (co.all_reduce(torch.ones(5), group=comm) == 2).all().item()
+
+
+@pytest.mark.parametrize(("liveness", "timeout"), [("auto", 2), ("heartbeat", 30)])
+def test_ranks_that_are_all_stopped_for_long_have_not_waited_meanwhile(tmp_path, liveness, timeout):
+    """Ctrl-Z and fg: nobody is late because everybody was away."""
+    ranks = Ranks(2)
+    ranks.start(suspended, liveness, timeout, str(tmp_path / "ready"))
+    for rank in range(2):
+        wait_for((tmp_path / f"ready-{rank}").exists)
+    time.sleep(0.3)
+    for rank in (1, 0):  # rank 0 has seen the last beat of rank 1, and looks before the next one
+        ranks.signal(rank, signal.SIGSTOP)
+        time.sleep(0.2)
+    time.sleep(4)  # longer than the timeout, and than heartbeats may take
+    for rank in (0, 1):
+        ranks.signal(rank, signal.SIGCONT)
+        time.sleep(0.2)
+    (tmp_path / "ready-go").touch()
+    assert values(ranks.finish()) == [True, True]
+    assert ranks.close() == [0, 0]
 
 
 def beating(victim, number):
@@ -445,6 +474,59 @@ def test_signal_handlers_run_during_a_wait_and_may_raise():
     results = values(run_fresh(2, handler_raises))
     assert results[0][0] == "Stop" and results[0][2] == 2
     assert results[1][0] == "PeerLostError"
+
+
+# --- a rank that dies while they meet ------------------------------------------------------------
+
+
+def dies_while_meeting(victim):
+    gather_objects(0)
+    before = resources()
+    if dist.get_rank() == victim:
+        module = importlib.import_module("coconet_ops.communicator")
+        exchange = module._exchange
+
+        def exchange_and_die(*arguments):
+            exchange(*arguments)
+            time.sleep(0.5)  # the others have connected and wait for this rank
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        module._exchange = exchange_and_die
+    start = time.monotonic()
+    error, message, _ = raised(lambda: co.Communicator(heap_bytes=MIB))
+    return error, message, time.monotonic() - start, leaked(before)
+
+
+def test_death_while_ranks_meet_is_noticed_before_the_timeout():
+    for outcome in run_fresh(3, dies_while_meeting, 1, victims=[1]):
+        assert outcome.ok, outcome.describe()
+        error, message, elapsed, leaks = outcome.value
+        # The process group's own: it finds the dead rank when the others vote.
+        assert error in ("RuntimeError", "CommunicatorError"), (error, message)
+        assert elapsed < PROMPT
+        assert leaks == {}
+
+
+# --- a call that fails inside --------------------------------------------------------------------
+
+
+def without_memory():
+    comm = co.Communicator(heap_bytes=MIB, timeout=timedelta(seconds=30))
+    x = torch.ones(16 * MIB)  # larger than what malloc keeps
+    with no_more_memory() if comm.rank == 1 else contextlib.nullcontext():
+        error, message, _ = raised(lambda: co.all_reduce(x, group=comm))
+    return error, message, raised(comm.barrier)
+
+
+def test_no_memory_for_a_result_is_told_to_the_others():
+    for rank, (error, message, again) in enumerate(values(run_fresh(3, without_memory))):
+        if rank == 1:
+            assert error == "RuntimeError" and "memory" in message, (error, message)
+            assert again[0] == "CommunicatorError" and message.splitlines()[0] in again[1], again
+        else:
+            assert error == "PeerLostError" and "rank 1" in message, (error, message)
+            assert "failed inside the call" in message and "memory" in message, message
+            assert again[0] == "PeerLostError" and message in again[1], again
 
 
 # --- a rank that is late -------------------------------------------------------------------------

@@ -100,6 +100,21 @@ CASES = {
     "all_gather: None": (lambda c: c.all_gather([1]), TypeError, ("list",)),
     "all_gather: negative size": (lambda c: c.all_gather(size=-5), ValueError, ("size", "-5")),
     "empty: negative size": (lambda c: c.comm.empty(-3), (ValueError, RuntimeError), ("-3",)),
+    "empty: more bytes than an integer holds": (
+        lambda c: c.comm.empty(2**62),
+        ValueError,
+        ("size", str(2**62)),
+    ),
+    "empty: more elements than an integer holds": (
+        lambda c: c.comm.empty(2**40, 2**40),
+        ValueError,
+        ("size", str(2**40)),
+    ),
+    "empty: a size that no integer holds": (
+        lambda c: c.comm.empty(0, 2**63),
+        ValueError,
+        ("size", str(2**63)),
+    ),
     "empty: device": (lambda c: c.comm.empty(3, device="meta"), ValueError, ("meta",)),
     "rs_adam_ag_: lr < 0": (lambda c: step(c, lr=-1e-3), ValueError, ("lr", r"-0\.001")),
     "rs_adam_ag_: lr nan": (lambda c: step(c, lr=NAN), ValueError, ("lr", "nan")),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import cases
 import pytest
 import torch
+import torch.distributed as dist
 from harness import communicator, raised, run_fresh, values
 from torch import nn
 
@@ -325,6 +327,23 @@ def unchecked():
     name, message, _ = raised(lambda: co.all_reduce(bad, group=comm))
     assert name == ("TypeError" if comm.rank == 1 else "MismatchError"), (name, message)
     return digests
+
+
+def checked_here_only(odd):
+    os.environ["COCONET_CHECK"] = "0" if dist.get_rank() == odd else "1"
+    refused = raised(lambda: co.Communicator(heap_bytes=1 << 20))
+    os.environ["COCONET_CHECK"] = "1"
+    with co.Communicator(heap_bytes=1 << 20) as comm:
+        comm.barrier()
+    return refused
+
+
+def test_ranks_that_differ_in_whether_they_check_get_no_communicator():
+    """One would go on where the others stop, and wait for them in vain."""
+    results = values(run_fresh(3, checked_here_only, 1))
+    for name, message, _ in results:
+        assert name == "CommunicatorError" and "COCONET_CHECK" in message, (name, message)
+        assert "ranks [0, 2]" in message and "ranks [1]" in message, message
 
 
 def test_correct_calls_work_without_checks():

@@ -25,6 +25,8 @@ namespace {
 constexpr int64_t kYieldNs = 200'000;   // then sleep
 constexpr int64_t kNapNs = 50'000'000;  // how often a sleeper looks after its peers
 
+constexpr int64_t kLongNapNs = 10 * kNapNs;  // longer than a busy system delays a sleeper
+
 void pause() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -116,6 +118,7 @@ void Channel::wait_long(int peer, Phase phase, uint32_t want) {
         sched_yield();
         if (arrived()) return;
     }
+    int64_t waited = 0, looked = start;
     while (true) {
         s.waiters.fetch_add(1, std::memory_order_seq_cst);
         const uint32_t seen = s.value.load(std::memory_order_seq_cst);
@@ -125,7 +128,11 @@ void Channel::wait_long(int peer, Phase phase, uint32_t want) {
         if (interrupt_requested && interrupt_requested()) fail_interrupted();
         check_peers(phase, want);
         if (arrived()) return;
-        if (now_ns() - start > timeout_ns_) {
+        // A process that was stopped (Ctrl-Z) has not waited: perhaps its peers were stopped too.
+        const int64_t now = now_ns();
+        waited += min64(now - looked, kLongNapNs);
+        looked = now;
+        if (waited > timeout_ns_) {
             char text[256];
             snprintf(text, sizeof text,
                      "%s on rank %d: waited %.1f s for rank %d in phase %s: expected %u, seen %u. "
@@ -139,18 +146,22 @@ void Channel::wait_long(int peer, Phase phase, uint32_t want) {
 
 void Channel::check_peers(Phase phase, uint32_t want) {
     char text[sizeof(Failure::text)];
-    for (int peer = 0; peer < world; ++peer) {
+    const auto pass_on_failure = [&](int peer) {
         const Failure& failure = blocks_[peer]->failure;
-        if (peer == rank || !failure.set.load(std::memory_order_acquire)) continue;
+        if (!failure.set.load(std::memory_order_acquire)) return;
         snprintf(text, sizeof text, "%s on rank %d: rank %d reported: %.900s", op_name, rank, peer,
                  failure.text);
         fail(failure.kind, text);
-    }
+    };
+    for (int peer = 0; peer < world; ++peer)
+        if (peer != rank) pass_on_failure(peer);
     // Every peer, not only the awaited one, which may be busy for long before it notices.
     for (int peer = 0; peer < world; ++peer) {
         if (peer == rank) continue;
-        const char* how = blocks_[peer]->closed.load(std::memory_order_acquire)
-                              ? "closed its communicator or exited"
+        const bool closed = blocks_[peer]->closed.load(std::memory_order_acquire);
+        // It may have failed since the look above; then it has said why.
+        if (closed) pass_on_failure(peer);
+        const char* how = closed                  ? "closed its communicator or exited"
                           : liveness_.alive(peer) ? nullptr
                                                   : "died";
         // A peer may have done its part before it went.

@@ -15,13 +15,13 @@ namespace {
 
 constexpr auto kBeat = std::chrono::milliseconds(100);
 constexpr int64_t kLostNs = 3'000'000'000;  // a loaded machine may delay a beat
+constexpr int64_t kAwayNs = 500'000'000;
 
 }  // namespace
 
 Liveness::Liveness(int rank, std::vector<ControlBlock*> blocks, std::vector<int> pidfds)
     : rank_(rank), blocks_(std::move(blocks)), pidfds_(std::move(pidfds)), pulses_(blocks_.size()) {
     if (!pidfds_.empty()) return;
-    for (Pulse& pulse : pulses_) pulse.changed_ns = now_ns();
     // Python's signals belong to its own threads.
     sigset_t all, before;
     sigfillset(&all);
@@ -58,8 +58,12 @@ bool Liveness::alive(int peer) {
     }
     Pulse& pulse = pulses_[peer];
     const uint32_t count = blocks_[peer]->heartbeat.load(std::memory_order_relaxed);
-    if (count != pulse.count || pulse.changed_ns == 0) pulse = {count, now_ns()};
-    return now_ns() - pulse.changed_ns < kLostNs;
+    const int64_t now = now_ns();
+    // The peer has 3 s from when this rank looks: both may have been stopped before (Ctrl-Z).
+    if (count != pulse.count || now - pulse.looked_ns > kAwayNs) pulse.changed_ns = now;
+    pulse.count = count;
+    pulse.looked_ns = now;
+    return now - pulse.changed_ns < kLostNs;
 }
 
 }  // namespace coconet

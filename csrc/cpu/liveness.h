@@ -29,7 +29,7 @@ class Liveness {
 
     struct Pulse {
         uint32_t count = 0;
-        int64_t changed_ns = 0;
+        int64_t changed_ns = 0, looked_ns = 0;
     };
     const int rank_;
     std::vector<ControlBlock*> blocks_;

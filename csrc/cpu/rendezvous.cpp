@@ -85,16 +85,19 @@ int receive_descriptors(int socket, int* fds, int count) {
     message.msg_controllen = sizeof control;
     const ssize_t bytes = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
     const cmsghdr* header = CMSG_FIRSTHDR(&message);
-    if (bytes != sizeof rank || header == nullptr || header->cmsg_type != SCM_RIGHTS) return -1;
-    const int received = static_cast<int>((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+    const bool some = bytes > 0 && header != nullptr && header->cmsg_type == SCM_RIGHTS;
+    const int received =
+        some ? static_cast<int>((header->cmsg_len - CMSG_LEN(0)) / sizeof(int)) : 0;
     int all[2] = {-1, -1};
-    memcpy(all, CMSG_DATA(header), received * sizeof(int));
-    if (received != count) {
-        for (int i = 0; i < received; ++i) close(all[i]);
-        return -1;
+    if (some) memcpy(all, CMSG_DATA(header), received * sizeof(int));
+    if (bytes == sizeof rank && received == count) {
+        memcpy(fds, all, count * sizeof(int));
+        return rank;
     }
-    memcpy(fds, all, count * sizeof(int));
-    return rank;
+    for (int i = 0; i < received; ++i) close(all[i]);
+    if (message.msg_flags & MSG_CTRUNC)
+        throw std::runtime_error("receiving a peer's descriptors: Too many open files");
+    return -1;
 }
 
 bool same_user(int socket) {
@@ -103,13 +106,14 @@ bool same_user(int socket) {
     return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
 }
 
-void wait_readable(int fd, std::chrono::steady_clock::time_point deadline, int missing) {
+// Until something has happened on one of the descriptors.
+void wait_any(std::vector<pollfd>& fds, std::chrono::steady_clock::time_point deadline,
+              int missing) {
     while (true) {
         const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
                               deadline - std::chrono::steady_clock::now())
                               .count();
-        pollfd p{fd, POLLIN, 0};
-        const int ready = left > 0 ? poll(&p, 1, static_cast<int>(left)) : 0;
+        const int ready = left > 0 ? poll(fds.data(), fds.size(), static_cast<int>(left)) : 0;
         if (ready > 0) return;
         if (ready == 0)
             throw std::runtime_error("rendezvous: " + std::to_string(missing) +
@@ -118,11 +122,18 @@ void wait_readable(int fd, std::chrono::steady_clock::time_point deadline, int m
     }
 }
 
+bool readable(int fd) {
+    pollfd p{fd, POLLIN, 0};
+    return poll(&p, 1, 0) > 0;
+}
+
 }  // namespace
 
 std::string host_identity() {
     std::string boot;
-    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    if (!file && errno != ENOENT) throw os_error("reading the boot id");
+    file >> boot;
     char netns[64] = {};
     if (readlink("/proc/self/ns/net", netns, sizeof netns - 1) < 0) netns[0] = '\0';
     return boot + " " + netns;
@@ -160,12 +171,12 @@ Rendezvous::Result Rendezvous::connect(int rank, const std::vector<std::string>&
                           std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000));
     Result result;
     result.segments.resize(world);
-    std::vector<std::unique_ptr<FileDescriptor>> outgoing;
+    std::vector<std::unique_ptr<FileDescriptor>> outgoing(world);
     const int mine[2] = {segment_->fd(), pidfd_};
     for (int peer = 0; peer < world; ++peer) {
         if (peer == rank) continue;
         const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-        outgoing.push_back(std::make_unique<FileDescriptor>(fd));
+        outgoing[peer] = std::make_unique<FileDescriptor>(fd);
         sockaddr_un address;
         const socklen_t size = socket_address(addresses[peer], &address);
         if (fd < 0 || ::connect(fd, reinterpret_cast<sockaddr*>(&address), size) != 0)
@@ -174,10 +185,27 @@ Rendezvous::Result Rendezvous::connect(int rank, const std::vector<std::string>&
     }
     std::vector<std::unique_ptr<FileDescriptor>> pidfds(world);
     for (int missing = world - 1; missing > 0;) {
-        wait_readable(listener_, deadline, missing);
+        std::vector<pollfd> watched{{listener_, POLLIN, 0}};
+        std::vector<int> ranks{rank};
+        for (int peer = 0; peer < world; ++peer) {
+            if (peer == rank || result.segments[peer]) continue;
+            watched.push_back({outgoing[peer]->fd, 0, 0});  // tells when the peer hangs up
+            ranks.push_back(peer);
+        }
+        wait_any(watched, deadline, missing);
+        // A peer connects before it accepts: if it hangs up although it has not connected, it is
+        // gone.
+        for (size_t i = 1; i < watched.size(); ++i)
+            if (watched[i].revents != 0 && !readable(listener_))
+                throw std::runtime_error("rendezvous: rank " + std::to_string(ranks[i]) +
+                                         " has died or given up");
+        if (!readable(listener_)) continue;
         const FileDescriptor incoming(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC));
+        if (incoming.fd < 0 && errno != EINTR && errno != ECONNABORTED)
+            throw os_error("accepting a peer");
         if (incoming.fd < 0 || !same_user(incoming.fd)) continue;
-        wait_readable(incoming.fd, deadline, missing);
+        std::vector<pollfd> first{{incoming.fd, POLLIN, 0}};
+        wait_any(first, deadline, missing);
         int fds[2] = {-1, -1};
         const int peer = receive_descriptors(incoming.fd, fds, count);
         if (peer < 0) continue;
