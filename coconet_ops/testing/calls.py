@@ -68,10 +68,11 @@ def placed(call: Call, comm: co.Communicator, values: Tensor, most: int | None =
 
 
 def reduced(call: Call, inputs: list[Tensor]) -> Tensor:
-    """The sum or average as the library rounds it: fp32, then once to the dtype."""
-    total = torch.stack([x.float() for x in inputs]).sum(0)
+    """The sum or average as the library rounds it: 16-bit floats in fp32, then once."""
+    wide = torch.float32 if inputs[0].dtype.itemsize == 2 else inputs[0].dtype
+    total = torch.stack([x.to(wide) for x in inputs]).sum(0, dtype=wide)
     if call.options["op"] == "avg":
-        total = total * (torch.tensor(1.0) / len(inputs))
+        total = total * (torch.tensor(1.0, dtype=wide) / len(inputs))
     return total.to(inputs[0].dtype)
 
 

@@ -336,7 +336,7 @@ class BadArgument(Fault):
     def strike(self, session):
         comm, x, step = session.comm, torch.ones(6, 2), adam_step(session.comm)
         call, error, pattern = {
-            "dtype": (lambda: co.all_reduce(x.int(), group=comm), "TypeError", "int32"),
+            "dtype": (lambda: co.all_reduce(x.short(), group=comm), "TypeError", "int16"),
             "type": (lambda: co.all_gather([1.0], group=comm), "TypeError", "list"),
             "op": (lambda: co.all_reduce_(x, op="max", group=comm), "ValueError", "max"),
             "dim": (lambda: co.reduce_scatter(x, dim=7, group=comm), "ValueError", "7"),

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 COMPUTE = ("float32", "bfloat16", "float16")
-ANY = (*COMPUTE, "float64", "int64", "uint8", "bool")
+REDUCE = (*COMPUTE, "float64", "int32", "int64")
+ANY = (*REDUCE, "uint8", "bool")
 OPS = ("all_reduce", "all_reduce_", "reduce_scatter", "all_gather", "adam", "optimizer")
 STAGED = ("enter", "publish", "reduce", "collect", "exit")
 
@@ -147,19 +148,26 @@ def _draw_fault(rng, groups, calls, kinds) -> Fault:
 def _draw_call(rng, number: int, group: int, members: int) -> Call:
     op = rng.choices([*OPS, "empty", "barrier"], [4, 4, 4, 4, 2, 1, 3, 1])[0]
     place = rng.choice(["heap", "private", "mixed"])
+    dtypes = {
+        "all_gather": ANY,
+        "empty": ANY,
+        "adam": COMPUTE,
+        "optimizer": COMPUTE,
+    }.get(op, REDUCE)
+    dtype = rng.choice(dtypes)
     return Call(
         number=number,
         group=group,
         op=op,
         seed=rng.randrange(2**31),
-        dtype=rng.choice(ANY if op in ("all_gather", "empty") else COMPUTE),
+        dtype=dtype,
         shape=_draw_shape(rng),
         heap=tuple(
             place == "heap" or place == "mixed" and rng.random() < 0.5 for _ in range(members)
         ),
         strided=rng.random() < 0.15,
         options={
-            "op": rng.choice(["sum", "avg"]),
+            "op": "sum" if dtype.startswith("int") else rng.choice(["sum", "avg"]),
             "dim": rng.randrange(2),
             "split": rng.choice(["tensor_split", "chunk"]),
             "steps": rng.randint(1, 3),
