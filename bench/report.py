@@ -193,7 +193,8 @@ def _table(rows: list[Row], limit: CopyLimit) -> Table:
     peers = _peers(rows)
     table = _new_table(rows, "")
     for heading in ("time", "first call", *_rates(optimizer), "copy limit"):
-        table.add_column(heading, justify="right")
+        longest_word = max(map(len, heading.split()))  # headings may wrap, but stay whole
+        table.add_column(heading, justify="right", min_width=longest_word)
     if peers:
         against = "best peer" if len(peers) > 1 else peers[0]
         table.add_column(f"vs {against}", justify="right", no_wrap=True)
@@ -228,7 +229,7 @@ def _peer_table(rows: list[Row]) -> Table:
             table.add_row(
                 _size(row) if number == 0 else "",
                 row.candidate,
-                *(f"{_rate(ratio.median)}x" if ratio else "" for ratio in ratios),
+                *(f"{_times(ratio.median)}x" if ratio else "" for ratio in ratios),
             )
         table.add_section()
     return table
@@ -268,7 +269,11 @@ def _speedup(row: Row) -> str:
     if row.baseline and row.peer == row.best_peer:
         return "baseline"
     ratio = row.speedup_over_best
-    return f"{_rate(ratio.median)}x [{_rate(ratio.low)}-{_rate(ratio.high)}]" if ratio else ""
+    return f"{_times(ratio.median)}x [{_times(ratio.low)}-{_times(ratio.high)}]" if ratio else ""
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else _rate(ratio)
 
 
 def _record(row: Row, limit: CopyLimit) -> dict[str, object]:

@@ -123,7 +123,7 @@ def test_speedup_over_best_peer():
 def test_tables_fit(monkeypatch):
     """Whatever is installed, nothing is cut off at 120 columns."""
     names = list(peers.find())
-    ratio = Interval(88.88, 99.99, 111.11)
+    ratio = Interval(0.9876, 9.8765, 12.345)
     own = row("coconet + grad copy", speedup=dict.fromkeys(names, ratio), best_peer=names[-1])
     longest = "deepspeed + CPUAdam slice, openmpi AG"
     rows = [own, *(row(longest, name, best_peer=names[-1]) for name in names)]
@@ -131,7 +131,7 @@ def test_tables_fit(monkeypatch):
     console.print(report._table(rows, SimpleNamespace(moved=16.0)))
     console.print(report._peer_table(rows))
     text = console.file.getvalue()
-    assert "100x [88.9-111]" in text
+    assert "9.88x [0.99-12.3]" in text
     assert text.count("baseline") == 1
     assert text.count(longest) == len(names)
     assert "…" not in text
