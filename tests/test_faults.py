@@ -479,19 +479,24 @@ def test_signal_handlers_run_during_a_wait_and_may_raise():
 # --- a rank that dies while they meet ------------------------------------------------------------
 
 
+def fall_while_meeting(number):
+    """The others have connected to this rank and wait for it when the signal hits it."""
+    module = importlib.import_module("coconet_ops.communicator")
+    exchange = module._exchange
+
+    def exchange_and_fall(*arguments):
+        exchange(*arguments)
+        time.sleep(0.5)
+        os.kill(os.getpid(), number)
+
+    module._exchange = exchange_and_fall
+
+
 def dies_while_meeting(victim):
     gather_objects(0)
     before = resources()
     if dist.get_rank() == victim:
-        module = importlib.import_module("coconet_ops.communicator")
-        exchange = module._exchange
-
-        def exchange_and_die(*arguments):
-            exchange(*arguments)
-            time.sleep(0.5)  # the others have connected and wait for this rank
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        module._exchange = exchange_and_die
+        fall_while_meeting(signal.SIGKILL)
     start = time.monotonic()
     error, message, _ = raised(lambda: co.Communicator(heap_bytes=MIB))
     return error, message, time.monotonic() - start, leaked(before)
@@ -505,6 +510,31 @@ def test_death_while_ranks_meet_is_noticed_before_the_timeout():
         assert error in ("RuntimeError", "CommunicatorError"), (error, message)
         assert elapsed < PROMPT
         assert leaks == {}
+
+
+def interrupted_while_meeting(victim):
+    gather_objects(0)
+    before = resources()
+    if dist.get_rank() == victim:
+        fall_while_meeting(signal.SIGSTOP)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    error, message, _ = raised(lambda: co.Communicator(heap_bytes=MIB))
+    elapsed = time.monotonic() - start
+    timer.join()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return error, message, elapsed, leaked(before)
+
+
+def test_interrupt_ends_the_wait_for_ranks_that_meet():
+    (outcome,) = run_fresh(2, interrupted_while_meeting, 1, victims=[1])
+    assert outcome.ok, outcome.describe()
+    error, message, elapsed, leaks = outcome.value
+    assert error == "KeyboardInterrupt", (error, message)
+    assert elapsed < PROMPT
+    assert leaks == {}
 
 
 # --- a call that fails inside --------------------------------------------------------------------

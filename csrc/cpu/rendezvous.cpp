@@ -14,12 +14,16 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "common/errors.h"
 #include "common/layout.h"
+#include "cpu/channel.h"
 #include "cpu/system.h"
 
 namespace coconet {
 
 namespace {
+
+constexpr int64_t kInterruptMs = 50;  // how often a wait looks for Ctrl-C
 
 struct FileDescriptor {
     int fd;
@@ -113,12 +117,14 @@ void wait_any(std::vector<pollfd>& fds, std::chrono::steady_clock::time_point de
         const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
                               deadline - std::chrono::steady_clock::now())
                               .count();
-        const int ready = left > 0 ? poll(fds.data(), fds.size(), static_cast<int>(left)) : 0;
-        if (ready > 0) return;
-        if (ready == 0)
+        if (left <= 0)
             throw std::runtime_error("rendezvous: " + std::to_string(missing) +
                                      " peers did not connect in time");
-        if (errno != EINTR) throw os_error("poll");
+        const int ready = poll(fds.data(), fds.size(), static_cast<int>(min64(left, kInterruptMs)));
+        if (ready > 0) return;
+        if (ready < 0 && errno != EINTR) throw os_error("poll");
+        if (interrupt_requested && interrupt_requested())
+            throw Error(ErrorKind::interrupted, "rendezvous: interrupted while waiting for peers");
     }
 }
 
