@@ -29,6 +29,7 @@ class DescriptorBuilder {
     explicit DescriptorBuilder(OpCode op) {
         d.op = op;
         d.num_fields = 0;
+        for (int64_t& operand : d.operands) operand = 0;
     }
     DescriptorBuilder& add(int64_t value) {
         if (d.num_fields < kMaxFields) d.fields[d.num_fields++] = value;

@@ -27,6 +27,9 @@ constexpr bool reached(uint32_t seen, uint32_t want) {
 struct alignas(128) Signal {
     std::atomic<uint32_t> value;
     std::atomic<uint32_t> waiters;  // processes asleep on value
+    // Enter only: which version of the descriptor the call has, by parity of the call. In the line
+    // that a waiter has anyway.
+    std::atomic<uint32_t> versions[2];
 };
 
 enum class OpCode : int32_t {
@@ -78,7 +81,7 @@ struct ControlBlock {
     std::atomic<uint32_t> heartbeat;
     Failure failure;
     Signal signals[kNumPhases];
-    Descriptor descriptors[2];  // by parity of the call: a fast rank may be one call ahead
+    Descriptor descriptors[2];  // by parity of the version: a fast rank may be one call ahead
     FreedBlocks freed[2];       // heap blocks that this rank has freed, by parity of the call
 };
 

@@ -51,6 +51,12 @@ void futex_wake(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+// A descriptor is filled up to here.
+size_t used_bytes(const Descriptor& d) {
+    return d.op == OpCode::rejected ? sizeof(Descriptor)
+                                    : offsetof(Descriptor, fields) + d.num_fields * sizeof(int64_t);
+}
+
 ErrorKind error_kind(FailureKind kind) {
     switch (kind) {
         case FailureKind::peer_lost:
@@ -89,17 +95,28 @@ void Channel::signal(Phase phase, uint32_t value) {
 void Channel::post(const Descriptor& mine) {
     settle();
     ++epoch_;
-    Descriptor& slot = blocks_[rank]->descriptors[epoch_ & 1];
-    const size_t used = mine.op == OpCode::rejected
-                            ? sizeof(Descriptor)
-                            : offsetof(Descriptor, fields) + mine.num_fields * sizeof(int64_t);
-    memcpy(&slot, &mine, used);
+    uint32_t& version = versions_[rank];
+    const size_t used = used_bytes(mine);
+    if (version == 0 || memcmp(&mine, &known_[rank], used) != 0) {
+        memcpy(&known_[rank], &mine, used);
+        memcpy(&blocks_[rank]->descriptors[++version & 1], &mine, used);
+    }
+    blocks_[rank]->signals[kEnter].versions[epoch_ & 1].store(version, std::memory_order_relaxed);
     signal(kEnter, epoch_);
 }
 
 void Channel::enter(const Descriptor& mine) {
     post(mine);
-    wait_all(kEnter, epoch_);
+    for (int peer = 0; peer < world; ++peer) {
+        if (peer == rank) continue;
+        wait(peer, kEnter, epoch_);
+        const uint32_t version =
+            blocks_[peer]->signals[kEnter].versions[epoch_ & 1].load(std::memory_order_relaxed);
+        if (version == versions_[peer]) continue;
+        versions_[peer] = version;
+        const Descriptor& published = blocks_[peer]->descriptors[version & 1];
+        memcpy(&known_[peer], &published, used_bytes(published));
+    }
     // A peer may have entered and given up since.
     for (int peer = 0; peer < world; ++peer)
         if (peer != rank && blocks_[peer]->failure.set.load(std::memory_order_relaxed))
