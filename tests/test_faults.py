@@ -32,7 +32,7 @@ from coconet_ops.testing.resources import leaked, no_more_memory, resources
 
 MIB = 1 << 20
 PROMPT = 5.0  # seconds: finds hangs; the measured time is in the test report
-STAGED = ("enter", "publish", "reduce", "collect")
+STAGED = ("enter", "publish", "reduce")
 DIRECT = ("enter", "exit")
 PHASES = [("private", phase) for phase in STAGED] + [("heap", phase) for phase in DIRECT]
 
@@ -111,7 +111,7 @@ def check_survivor(outcome, kind, victim, expected_error):
     assert re.search(rf"\brank {outcome.rank}\b", message), message
     assert re.search(rf"\brank {victim}\b", message), f"the lost rank isn't named: {message}"
     assert kind.name in message, message
-    assert re.search(r"phase (enter|publish|reduce|collect|exit)", message), message
+    assert re.search(r"phase (enter|publish|reduce|exit)", message), message
     assert re.search(r"expected \d+, seen \d+", message), message
     for error, text, bases in seen["again"]:
         assert "CommunicatorError" in bases, f"the communicator went on working: {error}"

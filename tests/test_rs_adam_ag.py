@@ -258,7 +258,7 @@ def steps_around_rejected_calls():
         co.rs_adam_ag_(params, grads, state, lr=2**-10)
         bad = comm.rank == step % comm.world_size
         with pytest.raises(TypeError if bad else co.MismatchError):
-            dtype = torch.int32 if bad else torch.float32
+            dtype = torch.int16 if bad else torch.float32
             co.all_reduce(torch.ones(3, dtype=dtype), group=comm)
     assert state.steps == counts
     for p, count in zip(params, counts, strict=True):

@@ -11,7 +11,7 @@ COMPUTE = ("float32", "bfloat16", "float16")
 REDUCE = (*COMPUTE, "float64", "int32", "int64")
 ANY = (*REDUCE, "uint8", "bool")
 OPS = ("all_reduce", "all_reduce_", "reduce_scatter", "all_gather", "adam", "optimizer")
-STAGED = ("enter", "publish", "reduce", "collect", "exit")
+STAGED = ("enter", "publish", "reduce", "exit")
 
 # The kinds of faults (faults.py), by weight.
 FAULTS = {

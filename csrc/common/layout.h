@@ -13,11 +13,10 @@ enum Phase : int {
     kEnter,    // calls entered: descriptor and inputs are ready
     kPublish,  // chunks copied to the staging area
     kReduce,   // chunks reduced
-    kCollect,  // chunks collected
     kExit,     // calls whose stores are complete
     kNumPhases
 };
-constexpr const char* kPhaseNames[kNumPhases] = {"enter", "publish", "reduce", "collect", "exit"};
+constexpr const char* kPhaseNames[kNumPhases] = {"enter", "publish", "reduce", "exit"};
 
 constexpr bool reached(uint32_t seen, uint32_t want) {
     return static_cast<int32_t>(seen - want) >= 0;
@@ -85,16 +84,15 @@ struct ControlBlock {
     FreedBlocks freed[2];       // heap blocks that this rank has freed, by parity of the call
 };
 
-// Staging for operands outside the heap: per rank kStageSlots chunks of input for the peers and as
-// many of results, so that a rank publishes one chunk while its peers still work on those before.
-// A power of two: chunk numbers wrap. Smaller inputs travel with the descriptor, by parity of the
-// call like it.
-#if defined(COCONET_STRESS)  // the native tests: many chunks, and no slot to spare
-constexpr int kStageSlots = 2;
-constexpr int64_t kStageSlotBytes = 16 << 10;
+// Staging for operands outside the heap: chunk c of a rank's input goes to slot c modulo
+// kStageSlots of its own area, and the peers put their results in its place. Nobody waits for a
+// slot: see staged.h for why four suffice. A power of two, since chunk numbers wrap. Smaller inputs
+// travel with the descriptor, by parity of the call.
+constexpr int kStageSlots = 4;
+#if defined(COCONET_STRESS)  // the native tests: many chunks
+constexpr int64_t kStageSlotBytes = 8 << 10;
 constexpr int64_t kAttachmentBytes = 2 << 10;
 #else
-constexpr int kStageSlots = 4;
 constexpr int64_t kStageSlotBytes = 256 << 10;
 constexpr int64_t kAttachmentBytes = 64 << 10;
 #endif
@@ -102,8 +100,7 @@ constexpr int64_t kAttachmentBytes = 64 << 10;
 constexpr int64_t kPage = 4096, kHugePage = 2 << 20;
 constexpr int64_t kAttachmentOffset = round_up(sizeof(ControlBlock), kPage);
 constexpr int64_t kStageOffset = kAttachmentOffset + 2 * kAttachmentBytes;
-constexpr int64_t kResultOffset = kStageOffset + kStageSlots * kStageSlotBytes;
-constexpr int64_t kHeapOffset = round_up(kResultOffset + kStageSlots * kStageSlotBytes, kHugePage);
+constexpr int64_t kHeapOffset = round_up(kStageOffset + kStageSlots * kStageSlotBytes, kHugePage);
 constexpr int64_t kHeapAlign = 256;
 
 }  // namespace coconet

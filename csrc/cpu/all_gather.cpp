@@ -2,6 +2,8 @@
 // by chunk out of their staging areas:
 //   publish   copy a chunk of the own shard to the own staging area
 //   collect   copy the peers' chunks to the own output
+// Chunk k+1 is published before chunk k is collected. Slots as in staged.h: before a rank publishes
+// k+1 it has collected k-1, so all peers have published k-1, after they have collected k-3.
 #include <string>
 
 #include "cpu/collectives.h"
@@ -42,7 +44,6 @@ void gather_staged(Communicator& comm, const DimSlices& slices, const char* shar
     };
     const auto publish = [&](int64_t k) {
         const uint32_t chunk = first + static_cast<uint32_t>(k);
-        channel.wait_all(kCollect, chunk + 1 - kStageSlots);
         const int64_t begin = k * step;
         const int64_t end = min64(begin + step, slices.size(comm.rank));
         if (begin < end)
@@ -64,7 +65,6 @@ void gather_staged(Communicator& comm, const DimSlices& slices, const char* shar
                                run.length, stream);
             });
         }
-        channel.signal(kCollect, chunk + 1);
     };
 
     if (num_chunks > 0) publish(0);

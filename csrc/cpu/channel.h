@@ -64,7 +64,6 @@ class Channel {
         chunk += num_chunks;
         signal(kPublish, chunk);
         signal(kReduce, chunk);
-        signal(kCollect, chunk);
     }
     // Ends a call that staged chunks.
     void finish_chunks(uint32_t num_chunks) {

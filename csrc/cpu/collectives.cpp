@@ -35,10 +35,7 @@ ReduceArgs reduce_args(Communicator& comm, Path path, const Operand& x, bool ave
 Stage stage_of(const Communicator& comm) {
     Stage stage;
     stage.chunk_bytes = comm.tuning().chunk_bytes;
-    for (int r = 0; r < comm.world; ++r) {
-        stage.input[r] = comm.stage_of(r);
-        stage.result[r] = comm.result_of(r);
-    }
+    for (int r = 0; r < comm.world; ++r) stage.area[r] = comm.stage_of(r);
     return stage;
 }
 

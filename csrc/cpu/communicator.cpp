@@ -190,13 +190,13 @@ template <class F>
 void Communicator::round_trips(int rounds, F&& f) {
     const int neighbour = rank ^ 1;
     if (neighbour >= world) return channel_->skip_chunks(rounds);
-    // They take turns; the collect phase is theirs, and equal on all ranks afterwards.
+    // They take turns; the reduce phase is theirs, and equal on all ranks afterwards.
     int64_t start = now_ns();
     for (int i = 1; i <= rounds; ++i) {
         const uint32_t want = channel_->chunk + i;
-        if (rank < neighbour) channel_->signal(kCollect, want);
-        channel_->wait(neighbour, kCollect, want);
-        if (rank > neighbour) channel_->signal(kCollect, want);
+        if (rank < neighbour) channel_->signal(kReduce, want);
+        channel_->wait(neighbour, kReduce, want);
+        if (rank > neighbour) channel_->signal(kReduce, want);
         const int64_t now = now_ns();
         f(now - start);
         start = now;

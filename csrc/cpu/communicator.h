@@ -76,7 +76,6 @@ class Communicator {
     bool all_ranks(const std::function<bool(const Descriptor&)>& predicate) const;
     char* heap_of(int peer) const { return segments_[peer]->data() + kHeapOffset; }
     char* stage_of(int peer) const { return segments_[peer]->data() + kStageOffset; }
-    char* result_of(int peer) const { return segments_[peer]->data() + kResultOffset; }
 
     // Collective calls of its own.
     void barrier();

@@ -11,8 +11,7 @@ namespace coconet {
 // The ranks' staging areas (see layout.h), and how much of a slot is used.
 struct Stage {
     int64_t chunk_bytes;
-    char* input[kMaxRanks];
-    char* result[kMaxRanks];
+    char* area[kMaxRanks];
 };
 
 // all_reduce and reduce_scatter of one tensor.

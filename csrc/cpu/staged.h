@@ -4,12 +4,18 @@
 // For each chunk of every slice:
 //   publish   copy the own input for the peers' slices to the own staging area
 //   reduce    own slice: own input + the peers' staged input in rank order, op, store to the own
-//             output and to the own result area
-//   collect   copy the peers' results to the own output (all-gather only)
+//             output and, for an all-gather, to where each peer's input was
+//   collect   copy what the peers have put there to the own output (all-gather only)
 // Chunk k+1 is published before chunk k is reduced, and k reduced before k-1 is collected, so that
-// a rank rarely waits. A slot is written again when every peer has signalled its last use.
+// a rank rarely waits. Results take the place of inputs because a line that changes cores is what a
+// chunk costs: the reducing core has just got these.
 //
-// An Io gives In, Out; input(run), output(run): the own memory; contributes(rank, tensor); kGather.
+// Slots: before this rank publishes chunk k+1 it has reduced k-1, so all peers have published k-1,
+// which each does after it has reduced k-3; and it has collected k-3 itself. So nobody uses the
+// slot of k-3 any more, which is that of k+1.
+//
+// An Io gives In, Out of the same size; input(run), output(run): the own memory;
+// contributes(rank, tensor); kGather.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -21,6 +27,7 @@ COCONET_HD void rs_op_ag_staged(Machine& m, const Slices& slices, const Io& io, 
                                 const Stage& stage, bool stream) {
     using In = typename Io::In;
     using Out = typename Io::Out;
+    static_assert(sizeof(In) == sizeof(Out) && kStageSlots >= 4);
     Channel& channel = m.channel;
     const int rank = channel.rank, world = channel.world;
     // Elements of each slice per chunk.
@@ -37,21 +44,20 @@ COCONET_HD void rs_op_ag_staged(Machine& m, const Slices& slices, const Io& io, 
         slices.for_runs(r, min64(k * step, slices.size(r)), min64((k + 1) * step, slices.size(r)),
                         f);
     };
-    // All ranks have done this phase for the chunk that last used the slot of this one.
-    const auto wait_slot = [&](Phase phase, uint32_t chunk) {
-        channel.wait_all(phase, chunk + 1 - kStageSlots);
+    // Where rank's staged input for this rank's slice of the chunk is, and the result goes.
+    const auto staged = [&](int r, int owner, uint32_t chunk) {
+        return slot(stage.area[r], chunk) + owner * step * static_cast<int64_t>(sizeof(In));
     };
 
     const auto publish = [&](int64_t k) {
         const uint32_t chunk = first + static_cast<uint32_t>(k);
-        wait_slot(kReduce, chunk);
-        In* area = reinterpret_cast<In*>(slot(stage.input[rank], chunk));
         for (int peer = 0; peer < world; ++peer) {
             if (peer == rank) continue;
+            In* input = reinterpret_cast<In*>(staged(rank, peer, chunk));
             for_chunk(peer, k, [&](const Run& run) {
                 if (!io.contributes(rank, run.tensor)) return;
-                copy_bytes(area + peer * step + run.index - k * step, io.input(run),
-                           run.length * sizeof(In), false);
+                copy_bytes(input + run.index - k * step, io.input(run), run.length * sizeof(In),
+                           false);
             });
         }
         channel.signal(kPublish, chunk + 1);
@@ -59,21 +65,20 @@ COCONET_HD void rs_op_ag_staged(Machine& m, const Slices& slices, const Io& io, 
     const auto reduce = [&](int64_t k) {
         const uint32_t chunk = first + static_cast<uint32_t>(k);
         channel.wait_all(kPublish, chunk + 1);
-        if (Io::kGather) wait_slot(kCollect, chunk);
-        Out* results = reinterpret_cast<Out*>(slot(stage.result[rank], chunk));
         for_chunk(rank, k, [&](const Run& run) {
             const int64_t at = run.index - k * step;
             const In* src[kMaxRanks];
-            int num_src = 0;
+            Out* dst[kMaxRanks];
+            int num_src = 0, num_dst = 0;
+            dst[num_dst++] = io.output(run);
             for (int r = 0; r < world; ++r) {
-                if (!io.contributes(r, run.tensor)) continue;
-                src[num_src++] = r == rank
-                                     ? io.input(run)
-                                     : reinterpret_cast<const In*>(slot(stage.input[r], chunk)) +
-                                           rank * step + at;
+                char* place = staged(r, rank, chunk);
+                if (io.contributes(r, run.tensor))
+                    src[num_src++] =
+                        r == rank ? io.input(run) : reinterpret_cast<const In*>(place) + at;
+                if (Io::kGather && r != rank) dst[num_dst++] = reinterpret_cast<Out*>(place) + at;
             }
-            Out* dst[2] = {io.output(run), results + at};
-            if (num_src > 0) reduce_run(m, src, num_src, dst, Io::kGather ? 2 : 1, false, run, op);
+            if (num_src > 0) reduce_run(m, src, num_src, dst, num_dst, false, run, op);
         });
         channel.signal(kReduce, chunk + 1);
     };
@@ -82,14 +87,13 @@ COCONET_HD void rs_op_ag_staged(Machine& m, const Slices& slices, const Io& io, 
         for (int peer = 0; peer < world; ++peer) {
             if (peer == rank) continue;
             channel.wait(peer, kReduce, chunk + 1);
-            const Out* results = reinterpret_cast<const Out*>(slot(stage.result[peer], chunk));
+            const Out* results = reinterpret_cast<const Out*>(staged(rank, peer, chunk));
             for_chunk(peer, k, [&](const Run& run) {
                 if (!io.anyone(run.tensor)) return;
                 copy_bytes(io.output(run), results + run.index - k * step, run.length * sizeof(Out),
                            stream);
             });
         }
-        channel.signal(kCollect, chunk + 1);
     };
 
     m.wait_inputs();
