@@ -112,6 +112,10 @@ CASE(rejections_between_calls) {
                 Tensor(comm, 4, {100}, Place::heap);
                 reject(i);
                 Tensor(comm, 4, {100}, Place::heap);
+                // Small enough to be attached.
+                check_all_reduce(comm, {DType::f32, {300}, false, Place::own, 1}, false);
+                reject(i);
+                check_all_reduce(comm, {DType::f32, {300}, false, Place::own, 2}, false);
             }
         });
     }
