@@ -41,6 +41,7 @@ class AdamState:
         self.layouts = _agree_on_layouts(self.comm, params)
         self._list = _C.TensorList(self.comm._core, [p.numel() for p in params])
         self.dtype = params[0].dtype
+        self._layouts = _C.Layouts(self.layouts, self.dtype)
         numel = self._list.slice
         self.exp_avg = torch.zeros(numel)
         self.exp_avg_sq = torch.zeros(numel)
@@ -109,14 +110,9 @@ def rs_adam_ag_(
         if group is not None and communicator(group) is not comm:
             raise ValueError(f"{_OP}: group is not the communicator of state")
         params, grads = list(params), list(grads)
-        check_params(comm, params)
-        _check_same_params(state, params)
-        if len(grads) != len(params):
-            raise ValueError(f"{_OP}: there are {len(grads)} grads for {len(params)} params")
-        for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-            checks.check_writable(_OP, f"params[{i}]", p)
-            if g is not None:
-                check_grad(comm, i, p, g)
+        ready = state._layouts.hold(params, grads)  # as a rule; Python is slow at finding out
+        if not ready:
+            _check_lists(state, params, grads)
         hyper = make_hyper(
             lr=lr,
             betas=betas,
@@ -126,6 +122,9 @@ def rs_adam_ag_(
             bias_correction=bias_correction,
             average_grads=average_grads,
         )
+    if ready:
+        step(state, params, grads, hyper)
+        return
     weights = [in_layout(p, layout) for p, layout in zip(params, state.layouts, strict=True)]
     gradients = [
         g if g is None else in_layout(g, layout)
@@ -195,6 +194,19 @@ def check_grad(comm: Communicator, i: int, param: torch.Tensor, grad: torch.Tens
         raise ValueError(
             f"{_OP}: {name} has shape {list(grad.shape)} but its parameter {list(param.shape)}"
         )
+
+
+def _check_lists(
+    state: AdamState, params: list[torch.Tensor], grads: list[torch.Tensor | None]
+) -> None:
+    check_params(state.comm, params)
+    _check_same_params(state, params)
+    if len(grads) != len(params):
+        raise ValueError(f"{_OP}: there are {len(grads)} grads for {len(params)} params")
+    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+        checks.check_writable(_OP, f"params[{i}]", p)
+        if g is not None:
+            check_grad(state.comm, i, p, g)
 
 
 def _check_same_params(state: AdamState, params: list[torch.Tensor]) -> None:

@@ -1,5 +1,6 @@
 // The extension module coconet_ops._C: communicator, optimizer step, errors.
 #include <ATen/ops/from_blob.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
@@ -162,6 +163,35 @@ class Homes {
         }
     };
     std::vector<Home> weights_, gradients_;
+};
+
+// The memory layouts that a step takes, one per parameter.
+class Layouts {
+  public:
+    Layouts(const std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>>& layouts,
+            at::ScalarType dtype)
+        : layouts_(layouts), dtype_(dtype) {}
+    // Whether parameters and gradients (or None) can be used as they are. Says nothing about what
+    // is wrong with them.
+    bool hold(const py::list& params, const py::list& grads) const {
+        if (params.size() != layouts_.size() || grads.size() != layouts_.size()) return false;
+        for (size_t i = 0; i < layouts_.size(); ++i)
+            if (!holds(params[i].ptr(), i) || !(grads[i].is_none() || holds(grads[i].ptr(), i)))
+                return false;
+        return true;
+    }
+
+  private:
+    bool holds(PyObject* object, size_t i) const {
+        if (!THPVariable_Check(object)) return false;
+        const at::Tensor& t = THPVariable_Unpack(object);
+        const auto& [sizes, strides] = layouts_[i];
+        return t.layout() == at::kStrided && t.is_cpu() && !t.is_neg() &&
+               t.scalar_type() == dtype_ && t.sizes() == at::IntArrayRef(sizes) &&
+               t.strides() == at::IntArrayRef(strides);
+    }
+    std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>> layouts_;
+    at::ScalarType dtype_;
 };
 
 // grads: one per parameter, None where absent; None altogether: the parameters' own.
@@ -340,6 +370,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("adam_step", &adam_step, py::arg("tensors"), py::arg("params"),
           py::arg("grads").none(true), py::arg("hyper"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
           py::arg("master").none(true));
+
+    py::class_<Layouts>(m, "Layouts")
+        .def(py::init<const std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>>&,
+                      at::ScalarType>())
+        .def("hold", &Layouts::hold, py::arg("params"), py::arg("grads"));
 
     py::class_<Homes>(m, "Homes")
         .def(py::init<const std::vector<at::Tensor>&, const std::vector<at::Tensor>&>())

@@ -9,8 +9,9 @@
 //   3. signal, and wait until every peer's stores are complete
 //
 // A Machine (the backend) gives: Pack, kLanes, kUnroll; load and store of packs with dtype
-// conversion, whole (AllLanes) or the first n lanes (SomeLanes); store_pack<Stream>, where Stream
-// writes past the cache, and can_stream(pointer); rank, wait_inputs(), complete_outputs().
+// conversion, whole (AllLanes) or the first n lanes (SomeLanes); rounded<T>, the pack as it lies in
+// memory, and store_whole<Stream> for it, where Stream writes past the cache; can_stream(pointer);
+// rank, wait_inputs(), complete_outputs().
 //
 // An Io says where the slice is read and written:
 //   1. In, Out                      element types
@@ -78,11 +79,13 @@ COCONET_HD void reduce_run(const Machine& m, const In* const* src, int num_src, 
             for (int u = 0; u < kUnroll; ++u)
                 sum[u] = sum[u] + m.load(src[q] + i + u * kLanes, AllLanes{});
         for (int u = 0; u < kUnroll; ++u) sum[u] = op(m, i + u * kLanes, AllLanes{}, sum[u]);
+        typename Machine::template Rounded<Out> result[kUnroll];  // once for all destinations
+        for (int u = 0; u < kUnroll; ++u) result[u] = m.template rounded<Out>(sum[u]);
         for (int u = 0; u < kUnroll; ++u)
-            m.template store_pack<Stream && Op::kStreamOwn>(dst[0] + i + u * kLanes, sum[u]);
+            m.template store_whole<Stream && Op::kStreamOwn>(dst[0] + i + u * kLanes, result[u]);
         for (int d = 1; d < num_dst; ++d)
             for (int u = 0; u < kUnroll; ++u)
-                m.template store_pack<Stream>(dst[d] + i + u * kLanes, sum[u]);
+                m.template store_whole<Stream>(dst[d] + i + u * kLanes, result[u]);
     }
     for (; i < run.length; i += kLanes) {
         const SomeLanes lanes{static_cast<int>(min64(kLanes, run.length - i))};

@@ -4,6 +4,8 @@
 // (COCONET_ISA), so that code for one instruction set is never linked into another.
 #pragma once
 
+#include <utility>
+
 #include "common/convert.h"
 #include "common/rs_op_ag.h"
 #include "cpu/channel.h"
@@ -61,22 +63,29 @@ struct CpuMachine {
     COCONET_HD bool can_stream(const T* p) const {
         return reinterpret_cast<uintptr_t>(p) % (kLanes * sizeof(T)) == 0;
     }
-    template <bool Stream>
-    COCONET_HD void store_pack(Sum* p, Pack x) const {
-        store_whole<Stream && kStreamingStores>(p, x);
+    // What is stored for a pack of elements of type T.
+    template <class T>
+    COCONET_HD auto rounded(Pack x) const {
+        if constexpr (sizeof(T) == sizeof(Sum))
+            return x;
+        else
+            return narrow(static_cast<const T*>(nullptr), x);
     }
-    template <bool Stream, class Half>
-    COCONET_HD void store_pack(Half* p, Pack x) const {
-        store_narrow<Stream && kStreamingStores>(p, x);
+    template <class T>
+    using Rounded = decltype(std::declval<CpuMachine>().template rounded<T>(Pack{}));
+
+    template <bool Stream, class R>
+    COCONET_HD void store_whole(void* p, R x) const {
+        store_vector<Stream && kStreamingStores>(p, x);
     }
     template <class T>
     COCONET_HD void store(T* p, Pack x, AllLanes) const {
-        store_pack<false>(p, x);
+        store_whole<false>(p, rounded<T>(x));
     }
     template <class T>
     COCONET_HD void store(T* p, Pack x, SomeLanes lanes) const {
         T buffer[kLanes];
-        store_pack<false>(buffer, x);
+        store(buffer, x, AllLanes{});
         for (int k = 0; k < lanes.n; ++k) p[k] = buffer[k];
     }
 };
@@ -90,8 +99,8 @@ COCONET_HD void copy_bytes(void* to, const void* from, int64_t bytes, bool strea
         for (; i + 2 * kPackBytes <= bytes; i += 2 * kPackBytes) {
             Pack x[2];
             __builtin_memcpy(x, src + i, sizeof x);
-            store_whole<true>(dst + i, x[0]);
-            store_whole<true>(dst + i + kPackBytes, x[1]);
+            store_vector<true>(dst + i, x[0]);
+            store_vector<true>(dst + i + kPackBytes, x[1]);
         }
     __builtin_memcpy(dst + i, src + i, bytes - i);
 }

@@ -17,16 +17,8 @@ COCONET_HD FloatPack widen(const bf16_t* p) {
 }
 COCONET_HD FloatPack widen(const f16_t* p) { return _mm256_cvtph_ps(load_halves(p)); }
 
-template <bool Stream>
-COCONET_HD void store_halves(void* p, __m128i x) {
-    if (Stream)
-        _mm_stream_si128(static_cast<__m128i*>(p), x);
-    else
-        _mm_storeu_si128(static_cast<__m128i*>(p), x);
-}
 // The same rounding as from_float.
-template <bool Stream>
-COCONET_HD void store_narrow(bf16_t* p, FloatPack x) {
+COCONET_HD __m128i narrow(const bf16_t*, FloatPack x) {
     const __m256i bits = _mm256_castps_si256(x);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i even = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
@@ -35,19 +27,20 @@ COCONET_HD void store_narrow(bf16_t* p, FloatPack x) {
     __m256i high = _mm256_blendv_epi8(_mm256_add_epi32(bits, even), quiet, nan);
     high = _mm256_srli_epi32(high, 16);
     high = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0xD8);
-    store_halves<Stream>(p, _mm256_castsi256_si128(high));
+    return _mm256_castsi256_si128(high);
 }
-template <bool Stream>
-COCONET_HD void store_narrow(f16_t* p, FloatPack x) {
-    store_halves<Stream>(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+COCONET_HD __m128i narrow(const f16_t*, FloatPack x) {
+    return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
 }
 
-template <bool Stream, class Pack>
-COCONET_HD void store_whole(void* p, Pack x) {
-    if (Stream)
-        _mm256_stream_si256(static_cast<__m256i*>(p), reinterpret_cast<__m256i>(x));
+template <bool Stream, class Vector>
+COCONET_HD void store_vector(void* p, Vector x) {
+    if constexpr (!Stream)
+        __builtin_memcpy(p, &x, sizeof x);
+    else if constexpr (sizeof x == sizeof(__m128i))
+        _mm_stream_si128(static_cast<__m128i*>(p), x);
     else
-        _mm256_storeu_si256(static_cast<__m256i_u*>(p), reinterpret_cast<__m256i>(x));
+        _mm256_stream_si256(static_cast<__m256i*>(p), reinterpret_cast<__m256i>(x));
 }
 
 }  // namespace coconet::COCONET_ISA

@@ -17,35 +17,28 @@ COCONET_HD FloatPack widen(const bf16_t* p) {
 }
 COCONET_HD FloatPack widen(const f16_t* p) { return _mm512_cvtph_ps(load_halves(p)); }
 
-template <bool Stream>
-COCONET_HD void store_halves(void* p, __m256i x) {
-    if (Stream)
-        _mm256_stream_si256(static_cast<__m256i*>(p), x);
-    else
-        _mm256_storeu_si256(static_cast<__m256i_u*>(p), x);
-}
 // The same rounding as from_float; vcvtneps2bf16 would flush subnormals.
-template <bool Stream>
-COCONET_HD void store_narrow(bf16_t* p, FloatPack x) {
+COCONET_HD __m256i narrow(const bf16_t*, FloatPack x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i even = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
     const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
     const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     const __m512i high = _mm512_mask_mov_epi32(_mm512_add_epi32(bits, even), nan, quiet);
-    store_halves<Stream>(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(high, 16)));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(high, 16));
 }
-template <bool Stream>
-COCONET_HD void store_narrow(f16_t* p, FloatPack x) {
-    store_halves<Stream>(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+COCONET_HD __m256i narrow(const f16_t*, FloatPack x) {
+    return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
 }
 
-template <bool Stream, class Pack>
-COCONET_HD void store_whole(void* p, Pack x) {
-    if (Stream)
-        _mm512_stream_si512(static_cast<__m512i*>(p), reinterpret_cast<__m512i>(x));
+template <bool Stream, class Vector>
+COCONET_HD void store_vector(void* p, Vector x) {
+    if constexpr (!Stream)
+        __builtin_memcpy(p, &x, sizeof x);
+    else if constexpr (sizeof x == sizeof(__m256i))
+        _mm256_stream_si256(static_cast<__m256i*>(p), x);
     else
-        _mm512_storeu_si512(p, reinterpret_cast<__m512i>(x));
+        _mm512_stream_si512(static_cast<__m512i*>(p), reinterpret_cast<__m512i>(x));
 }
 
 }  // namespace coconet::COCONET_ISA

@@ -22,13 +22,19 @@ COCONET_HD FloatPack widen(const Half* p) {
     for (int k = 0; k < kFloatLanes; ++k) x[k] = to_float(p[k]);
     return x;
 }
-// Stores past the cache are an x86 matter: Stream makes no difference here.
-template <bool Stream, class Half>
-COCONET_HD void store_narrow(Half* p, FloatPack x) {
-    for (int k = 0; k < kFloatLanes; ++k) from_float(x[k], p + k);
+template <class Half>
+struct Halves {
+    Half x[kFloatLanes];
+};
+template <class Half>
+COCONET_HD Halves<Half> narrow(const Half*, FloatPack x) {
+    Halves<Half> y;
+    for (int k = 0; k < kFloatLanes; ++k) from_float(x[k], y.x + k);
+    return y;
 }
-template <bool Stream, class Pack>
-COCONET_HD void store_whole(void* p, Pack x) {
+// Stores past the cache are an x86 matter: Stream makes no difference here.
+template <bool Stream, class Vector>
+COCONET_HD void store_vector(void* p, Vector x) {
     __builtin_memcpy(p, &x, sizeof x);
 }
 
