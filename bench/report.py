@@ -160,7 +160,7 @@ class Reporter:
             self._console.print("ranks share cores: times include waiting for the scheduler")
         if self._load > BUSY:
             self._console.print(f"the machine was busy before this run (load {self._load:.1f})")
-        json_path, plot_path = Path(str(settings["json"])), Path(str(settings["plot"]))
+        json_path, plot_path = Path(str(settings.pop("json"))), Path(str(settings.pop("plot")))
         record = {
             "settings": settings,
             "machine": _machine() | {"load_before": self._load},
