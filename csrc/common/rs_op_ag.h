@@ -60,15 +60,20 @@ struct ScaleOp {
     }
 };
 
+// Which destinations are written past the cache: none, the own copy, or all; the own copy only
+// where the op allows it.
+enum class Streamed { none, own, all };
+
 // One contiguous run. World > 0 fixes the number of sources at compile time.
-// Stream: destinations other than the first are written past the cache.
-template <int World, bool Stream, class Machine, class In, class Out, class Op>
+template <int World, Streamed kStreamed, class Machine, class In, class Out, class Op>
 COCONET_HD void reduce_run(const Machine& m, const In* const* src, int num_src, Out* const* dst,
                            int num_dst, const Run& run, const Op& bindable) {
     const auto op = bindable.bind(run);
     using Pack = typename Machine::Pack;
     constexpr int kLanes = Machine::kLanes, kUnroll = Machine::kUnroll;
     constexpr int64_t kStep = kLanes * kUnroll;
+    constexpr bool kStreamOwn = kStreamed != Streamed::none && Op::kStreamOwn;
+    constexpr bool kStreamOthers = kStreamed == Streamed::all;
     const int sources = World > 0 ? World : num_src;
 
     int64_t i = 0;
@@ -82,10 +87,10 @@ COCONET_HD void reduce_run(const Machine& m, const In* const* src, int num_src, 
         typename Machine::template Rounded<Out> result[kUnroll];  // once for all destinations
         for (int u = 0; u < kUnroll; ++u) result[u] = m.template rounded<Out>(sum[u]);
         for (int u = 0; u < kUnroll; ++u)
-            m.template store_whole<Stream && Op::kStreamOwn>(dst[0] + i + u * kLanes, result[u]);
+            m.template store_whole<kStreamOwn>(dst[0] + i + u * kLanes, result[u]);
         for (int d = 1; d < num_dst; ++d)
             for (int u = 0; u < kUnroll; ++u)
-                m.template store_whole<Stream>(dst[d] + i + u * kLanes, result[u]);
+                m.template store_whole<kStreamOthers>(dst[d] + i + u * kLanes, result[u]);
     }
     for (; i < run.length; i += kLanes) {
         const SomeLanes lanes{static_cast<int>(min64(kLanes, run.length - i))};
@@ -96,19 +101,28 @@ COCONET_HD void reduce_run(const Machine& m, const In* const* src, int num_src, 
     }
 }
 
+template <int World, class Machine, class In, class Out, class Op>
+COCONET_HD void reduce_run(const Machine& m, const In* const* src, int num_src, Out* const* dst,
+                           int num_dst, Streamed stream, const Run& run, const Op& op) {
+    const int streamed = stream == Streamed::none ? 0 : stream == Streamed::own ? 1 : num_dst;
+    for (int d = 0; d < streamed; ++d)
+        if (!m.can_stream(dst[d])) stream = Streamed::none;
+    if (stream == Streamed::all)
+        reduce_run<World, Streamed::all>(m, src, num_src, dst, num_dst, run, op);
+    else if (stream == Streamed::own)
+        reduce_run<World, Streamed::own>(m, src, num_src, dst, num_dst, run, op);
+    else
+        reduce_run<World, Streamed::none>(m, src, num_src, dst, num_dst, run, op);
+}
+
 // Picks the variant of reduce_run for the number of sources and the destinations' alignment.
 template <class Machine, class In, class Out, class Op>
 COCONET_HD void reduce_run(const Machine& m, const In* const* src, int num_src, Out* const* dst,
-                           int num_dst, bool stream, const Run& run, const Op& op) {
-    for (int d = 0; d < num_dst; ++d) stream = stream && m.can_stream(dst[d]);
-    if (num_src == 2 && stream)
-        reduce_run<2, true>(m, src, num_src, dst, num_dst, run, op);
-    else if (num_src == 2)
-        reduce_run<2, false>(m, src, num_src, dst, num_dst, run, op);
-    else if (stream)
-        reduce_run<0, true>(m, src, num_src, dst, num_dst, run, op);
+                           int num_dst, Streamed stream, const Run& run, const Op& op) {
+    if (num_src == 2)
+        reduce_run<2>(m, src, num_src, dst, num_dst, stream, run, op);
     else
-        reduce_run<0, false>(m, src, num_src, dst, num_dst, run, op);
+        reduce_run<0>(m, src, num_src, dst, num_dst, stream, run, op);
 }
 
 // Phase 2 alone.
@@ -120,7 +134,8 @@ COCONET_HD void reduce_slice(const Machine& m, const Slices& slices, const Io& i
         const int num_src = io.sources(run, src);
         if (num_src == 0) return;
         const int num_dst = io.destinations(run, dst);
-        reduce_run(m, src, num_src, dst, num_dst, io.stream, run, op);
+        reduce_run(m, src, num_src, dst, num_dst, io.stream ? Streamed::all : Streamed::none, run,
+                   op);
     });
 }
 

@@ -78,7 +78,9 @@ COCONET_HD void rs_op_ag_staged(Machine& m, const Slices& slices, const Io& io, 
                         r == rank ? io.input(run) : reinterpret_cast<const In*>(place) + at;
                 if (Io::kGather && r != rank) dst[num_dst++] = reinterpret_cast<Out*>(place) + at;
             }
-            if (num_src > 0) reduce_run(m, src, num_src, dst, num_dst, false, run, op);
+            // Results stay in the cache for the peers.
+            const Streamed own = stream ? Streamed::own : Streamed::none;
+            if (num_src > 0) reduce_run(m, src, num_src, dst, num_dst, own, run, op);
         });
         channel.signal(kReduce, chunk + 1);
     };

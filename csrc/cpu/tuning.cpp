@@ -13,7 +13,7 @@ Tuning tuning(int world, bool near, bool oversubscribed) {
     t.chunk_bytes = world <= 4 ? kStageSlotBytes / 2 : kStageSlotBytes;
     // Far apart, a line that a peer needs is sooner had from memory than from this core's cache.
     t.stream_bytes = near ? 4 << 20 : 2 << 20;
-    t.staged_stream_bytes = near ? 16 << 20 : 8 << 20;
+    t.staged_stream_bytes = near ? 2 << 20 : 1 << 20;
     t.spins = oversubscribed ? 50 : 2000;
     return t;
 }
