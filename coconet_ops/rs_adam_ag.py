@@ -34,8 +34,8 @@ class AdamState:
 
     def __init__(self, params: Sequence[torch.Tensor], *, group: Group = None) -> None:
         self.comm: Communicator = communicator(group)
-        params = list(params)
         with checks.arguments(self.comm, _OP):
+            params = list(params)
             check_params(self.comm, params)
         # The kernel walks memory, so all ranks use one layout per parameter: that of rank 0.
         self.layouts = _agree_on_layouts(self.comm, params)
