@@ -31,7 +31,7 @@ class arguments:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, (TypeError, ValueError, RuntimeError)) and not self.comm.closed:
+        if isinstance(error, Exception) and not self.comm.closed:
             self.comm._core.reject(self.op, str(error))
 
 
@@ -46,6 +46,9 @@ def check_tensor(
         raise TypeError(f"{op}: {name} is a {type(x).__name__}; it must be a tensor")
     if x.layout is not torch.strided:
         raise TypeError(f"{op}: {name} has layout {x.layout}; only dense tensors are supported")
+    if x.is_nested or x.is_quantized:
+        what = "nested" if x.is_nested else "quantized"
+        raise TypeError(f"{op}: {name} is a {what} tensor; only plain dense tensors are supported")
     if not x.is_cpu:
         raise ValueError(
             f"{op}: {name} is on device {x.device}; the {comm.backend} backend takes cpu tensors"
@@ -69,6 +72,11 @@ def check_writable(op: str, name: str, x: torch.Tensor) -> None:
 
 def check_no_leaf(op: str, name: str, x: torch.Tensor) -> None:
     """For tensors that are changed in place under autograd; the error is torch's."""
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{op}: {name} is an inference tensor; it can't be changed in place outside "
+            "torch.inference_mode() (use clone())"
+        )
     if not x.requires_grad or not torch.is_grad_enabled():
         return
     for t, what in ((x, "a leaf"), (x._base, "a view of a leaf")):
@@ -102,6 +110,8 @@ def check_adam(
         _check_number(op, name, value)
         if value < 0 or math.isinf(value):
             raise ValueError(f"{op}: {name} is {value}; it must be finite and >= 0")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"{op}: betas is {betas!r}; it must be two numbers")
     for name, value in (("betas[0]", betas[0]), ("betas[1]", betas[1])):
         _check_number(op, name, value)
         if not 0 <= value < 1:

@@ -153,8 +153,8 @@ def all_gather(
         dim = check_all_gather(comm, x, dim, grad)
         if size is None:
             size = -1
-        elif not isinstance(size, int) or size < 0:
-            raise ValueError(f"all_gather: size is {size!r}; it must be an integer >= 0")
+        elif not isinstance(size, int) or not 0 <= size < 2**63:
+            raise ValueError(f"all_gather: size is {size!r}; it must be an integer >= 0 and < 2^63")
     return _C.all_gather(x, dim, size, grad, comm._id)
 
 

@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Union
@@ -158,14 +159,16 @@ class Communicator:
         Raises:
             MemoryError: the heap or the system has no room; on every rank.
         """
-        if len(size) == 1 and not isinstance(size[0], int):
-            size = tuple(size[0])
         with checks.arguments(self, "empty"):
+            if len(size) == 1 and isinstance(size[0], Sequence):  # torch.Size too
+                size = tuple(size[0])
             if device is not None and torch.device(device).type != "cpu":
                 raise ValueError(f"empty: device is {device}; the {self.backend} backend has cpu")
             if any(not isinstance(n, int) or n < 0 for n in size):
                 raise ValueError(f"empty: size is {size}; sizes are integers >= 0")
             dtype = dtype or torch.get_default_dtype()
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"empty: dtype is {dtype!r}; it must be a torch.dtype")
             if max(math.prod(size) * dtype.itemsize, *size, 0) >= 2**63:
                 raise ValueError(f"empty: size is {size}; these are more bytes than 2^63")
         return self._core.empty(list(size), dtype)

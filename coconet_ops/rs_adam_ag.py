@@ -34,8 +34,8 @@ class AdamState:
 
     def __init__(self, params: Sequence[torch.Tensor], *, group: Group = None) -> None:
         self.comm: Communicator = communicator(group)
-        params = list(params)
         with checks.arguments(self.comm, _OP):
+            params = list(params)
             check_params(self.comm, params)
         # The kernel walks memory, so all ranks use one layout per parameter: that of rank 0.
         self.layouts = _agree_on_layouts(self.comm, params)
@@ -49,6 +49,7 @@ class AdamState:
         if self.dtype != torch.float32:
             self.master = torch.zeros(numel)
             self.reload_master(params)
+        self._seen: list[tuple[int, int]] = []
 
     @property
     def steps(self) -> list[int]:
@@ -67,6 +68,26 @@ class AdamState:
             if only is None or index in only:
                 laid_out = in_layout(params[index].detach(), self.layouts[index])
                 self.master[at : at + count].copy_(memory_order(laid_out)[first : first + count])
+
+    def take_up_changes(self, params: Sequence[torch.Tensor]) -> None:
+        """The master follows parameters that were changed since the last step (loaded weights)."""
+        if self.master is None or self._seen == _versions(params):
+            return
+        for index, first, at, count in self.pieces():
+            weights = memory_order(params[index].detach())[first : first + count]
+            master = self.master[at : at + count]
+            changed = master.to(self.dtype) != weights
+            if changed.any():
+                master[changed] = weights[changed].float()
+
+    def remember(self, params: Sequence[torch.Tensor]) -> None:
+        """After a step: what the parameters are now."""
+        if self.master is not None:
+            self._seen = _versions(params)
+
+
+def _versions(params: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(p.data_ptr(), p._version) for p in params]
 
 
 def rs_adam_ag_(
@@ -168,9 +189,11 @@ def step(
     hyper: _C.AdamHyper,
 ) -> None:
     """The step itself; arguments are checked and dense. grads None: each parameter's own."""
+    state.take_up_changes(params)
     _C.adam_step(state._list, params, grads, hyper, state.exp_avg, state.exp_avg_sq, state.master)
     # As any in-place change: autograd notices a stale saved weight.
     torch.autograd.graph.increment_version(params)
+    state.remember(params)
 
 
 def check_params(comm: Communicator, params: list[torch.Tensor]) -> None:

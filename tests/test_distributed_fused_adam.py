@@ -687,6 +687,29 @@ def test_loaded_weights_are_taken_up(run_few):
     run_few(loaded_weights)
 
 
+def changed_in_place(rehome, change):
+    """Of 16-bit weights there is a master, which must follow."""
+    p = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
+    optimizer = DistributedFusedAdam([p], lr=1e-3, rehome=rehome)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    new = torch.full((300,), 5.0, dtype=torch.bfloat16)
+    if change == "data":
+        p.data = new
+    else:
+        with torch.no_grad():
+            p.copy_(new)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert (p > 4.9).all(), p[:4]
+
+
+@pytest.mark.parametrize("change", ["in place", "data"])
+@pytest.mark.parametrize("rehome", [True, False])
+def test_changed_16_bit_weights_are_taken_up(run_few, rehome, change):
+    run_few(changed_in_place, rehome, change)
+
+
 def broadcast():
     rank = dist.get_rank()
     params = [

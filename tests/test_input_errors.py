@@ -24,6 +24,11 @@ def sparse():
     return torch.eye(3).to_sparse()
 
 
+def inference_tensor():
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
 def step(calls, params=None, grads=None, **options):
     params = calls.params if params is None else params
     grads = calls.grads if grads is None else grads
@@ -72,6 +77,11 @@ CASES = {
     **every_collective("None", lambda: None, TypeError, ("None",)),
     "all_reduce: op": (lambda c: c.all_reduce(op="max"), ValueError, ("max", "sum", "avg")),
     "all_reduce_: op": (lambda c: c.all_reduce_(op="mean"), ValueError, ("mean", "sum", "avg")),
+    "all_reduce_: inference tensor": (
+        lambda c: c.all_reduce_(inference_tensor()),
+        RuntimeError,
+        ("x", "inference"),
+    ),
     "reduce_scatter: op": (lambda c: c.reduce_scatter(op=""), ValueError, ("sum", "avg")),
     "reduce_scatter: split": (
         lambda c: c.reduce_scatter(split="even"),
@@ -115,6 +125,29 @@ CASES = {
         ValueError,
         ("size", str(2**63)),
     ),
+    "all_gather: a size that no integer holds": (
+        lambda c: c.all_gather(size=2**64),
+        ValueError,
+        ("size", str(2**64)),
+    ),
+    "all_gather: quantized": (
+        lambda c: c.all_gather(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)),
+        TypeError,
+        ("x", "quantized"),
+    ),
+    "all_gather: nested": (
+        lambda c: c.all_gather(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        TypeError,
+        ("x", "nested"),
+    ),
+    "empty: a float": (lambda c: c.comm.empty(4 / 2), ValueError, ("size", r"2\.0")),
+    "empty: None": (lambda c: c.comm.empty(None), ValueError, ("size", "None")),
+    "empty: a tensor": (lambda c: c.comm.empty(torch.tensor(3)), ValueError, ("size", "tensor")),
+    "empty: Python's float as dtype": (
+        lambda c: c.comm.empty(3, dtype=float),
+        TypeError,
+        ("dtype", "float"),
+    ),
     "empty: device": (lambda c: c.comm.empty(3, device="meta"), ValueError, ("meta",)),
     "rs_adam_ag_: lr < 0": (lambda c: step(c, lr=-1e-3), ValueError, ("lr", r"-0\.001")),
     "rs_adam_ag_: lr nan": (lambda c: step(c, lr=NAN), ValueError, ("lr", "nan")),
@@ -131,6 +164,17 @@ CASES = {
         ("beta", r"-0\.25"),
     ),
     "rs_adam_ag_: beta2 nan": (lambda c: step(c, betas=(0.9, NAN)), ValueError, ("beta", "nan")),
+    "rs_adam_ag_: one beta": (lambda c: step(c, betas=(0.9,)), TypeError, ("betas", "two")),
+    "rs_adam_ag_: betas as a dict": (
+        lambda c: step(c, betas={"beta1": 0.9, "beta2": 0.99}),
+        TypeError,
+        ("betas", "two"),
+    ),
+    "rs_adam_ag_: lr that no float holds": (
+        lambda c: step(c, lr=10**400),
+        OverflowError,
+        ("float",),
+    ),
     "rs_adam_ag_: eps < 0": (lambda c: step(c, eps=-1.0), ValueError, ("eps", "-1")),
     "rs_adam_ag_: eps nan": (lambda c: step(c, eps=NAN), ValueError, ("eps", "nan")),
     "rs_adam_ag_: weight_decay < 0": (
@@ -199,6 +243,7 @@ CASES = {
         ValueError,
         ("param",),
     ),
+    "AdamState: None": (lambda c: co.AdamState(None, group=c.comm), TypeError, ("None",)),
     "AdamState: integer parameter": (
         lambda c: co.AdamState([torch.ones(3, dtype=torch.int64)], group=c.comm),
         TypeError,
@@ -498,3 +543,21 @@ def test_group_without_this_rank(run_pair):
     results = run_pair(not_a_member)
     assert results[0][0] == "nothing"
     assert results[1][0] == "ValueError" and "member" in results[1][1], results[1]
+
+
+def add_group(bad_rank):
+    comm = communicator()
+    parameter = leaf(3)
+    optimizer = DistributedFusedAdam([parameter], process_group=comm)
+    added = parameter if comm.rank == bad_rank else leaf(2)
+    name, message, _ = raised(lambda: optimizer.add_param_group({"params": [added]}))
+    total = co.all_reduce(torch.ones(3), group=comm)
+    return name, message, total.tolist()
+
+
+def test_bad_group_added_on_one_rank_reaches_the_others(pool):
+    results = pool.run(3, add_group, 1)
+    assert [name for name, _, _ in results] == ["MismatchError", "ValueError", "MismatchError"]
+    for _, message, total in results:
+        assert "more than one parameter group" in message
+        assert total == [3.0] * 3

@@ -142,10 +142,13 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim; collective."""
-        super().add_param_group(param_group)
-        # The constructor adopts its groups when all of them are known to be good.
-        if self._constructed:
-            self._adopt(len(self.param_groups) - 1)
+        # The constructor checks its groups, and adopts them when all are known to be good.
+        if not self._constructed:
+            super().add_param_group(param_group)
+            return
+        with checks.arguments(self._comm, "all_gather"):
+            super().add_param_group(param_group)
+        self._adopt(len(self.param_groups) - 1)
 
     @torch.no_grad()
     def _adopt(self, index: int) -> None:
