@@ -748,3 +748,17 @@ assert torch.equal(co.all_reduce(x), torch.full((10,), float(world)))
 def test_forked_children_that_exit_normally_do_not_disturb_the_parent():
     for code, stderr in run_script(2, FORKING_PROGRAM):
         assert code == 0, stderr
+
+
+def as_many_tensors_as_there_may_be():
+    with co.Communicator(heap_bytes=32 << 20, timeout=timedelta(seconds=40)) as comm:
+        tensors = [comm.empty(1) for _ in range(65536)]
+        with pytest.raises(MemoryError, match="65536 live tensors"):
+            comm.empty(1)
+        del tensors[::2]
+        comm.barrier()
+        assert comm.empty(1).numel() == 1
+
+
+def test_the_number_of_tensors_in_the_heap_has_a_limit_that_is_named():
+    values(run_fresh(2, as_many_tensors_as_there_may_be))

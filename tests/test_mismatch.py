@@ -349,3 +349,15 @@ def test_ranks_that_differ_in_whether_they_check_get_no_communicator():
 def test_correct_calls_work_without_checks():
     results = values(run_fresh(3, unchecked, environment={"COCONET_CHECK": "0"}))
     assert len({digest for digests in results for digest in digests}) == 1
+
+
+def far_down_in_the_shape():
+    comm = communicator()
+    shape = [1] * 40 + ([3, 2] if comm.rank == 1 else [2, 3])
+    name, message, _ = raised(lambda: co.reduce_scatter(torch.ones(shape), dim=41, group=comm))
+    assert name == "MismatchError" and "shape" in message, (name, message)
+    assert (co.all_reduce(torch.ones(3), group=comm) == comm.world_size).all()
+
+
+def test_the_last_of_many_dimensions_counts(run_few):
+    run_few(far_down_in_the_shape)

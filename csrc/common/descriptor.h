@@ -40,15 +40,9 @@ class DescriptorBuilder {
         __builtin_memcpy(&bits, &value, sizeof bits);
         return add(bits);
     }
-    // Dimensions that don't fit are multiplied into the last one.
     DescriptorBuilder& add_shape(const int64_t* sizes, int64_t dims) {
         add(dims);
-        for (int64_t i = 0; i < dims; ++i) {
-            if (d.num_fields < kMaxFields)
-                add(sizes[i]);
-            else
-                d.fields[kMaxFields - 1] *= sizes[i];
-        }
+        for (int64_t i = 0; i < dims; ++i) add(sizes[i]);
         return *this;
     }
     Descriptor d;

@@ -45,7 +45,7 @@ enum class OpCode : int32_t {
 };
 
 // What a call is, in full: peers compare fields (meaning: op_fields) and use operands.
-constexpr int kMaxFields = 32, kMaxOperands = 4;
+constexpr int kMaxFields = 72, kMaxOperands = 4;  // torch has up to 64 dimensions
 struct Descriptor {
     OpCode op;
     int32_t num_fields;

@@ -154,6 +154,10 @@ Heap::Block Communicator::empty(int64_t bytes) {
         enter(DescriptorBuilder(OpCode::empty).add(bytes).d, true);
         const auto block = allocate(bytes);
         channel_->leave();
+        if (!block && heap_->full_of_blocks())
+            throw Error(ErrorKind::heap_exhausted, "empty: the symmetric heap has " +
+                                                       std::to_string(kMaxBlocks) +
+                                                       " live tensors, the most that it can hold");
         if (!block)
             throw Error(ErrorKind::heap_exhausted,
                         "empty: " + format_bytes(bytes) + " don't fit into the symmetric heap: " +

@@ -20,7 +20,7 @@ int64_t Heap::offset_of(const void* p, int64_t bytes) const {
 
 std::optional<Heap::Block> Heap::allocate(int64_t bytes) {
     const int64_t size = round_up(max64(bytes, 1), kHeapAlign);
-    if (unused_slots_.empty() && blocks_.size() == kMaxBlocks) return std::nullopt;
+    if (full_of_blocks()) return std::nullopt;
     for (auto it = free_.begin(); it != free_.end(); ++it) {
         const auto [offset, room] = *it;
         if (room < size) continue;

@@ -40,6 +40,8 @@ class Heap {
     void release(int slot);
     // Releases what every rank has marked; freed has one record per rank.
     void reclaim(const FreedBlocks* const* freed, int world);
+    // No further block, however small, can be had.
+    bool full_of_blocks() const { return unused_slots_.empty() && blocks_.size() == kMaxBlocks; }
     // End of the part of the heap that was ever in use.
     int64_t high_water() const { return high_water_; }
 
