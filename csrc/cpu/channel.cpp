@@ -22,9 +22,8 @@ bool (*interrupt_requested)() = nullptr;
 
 namespace {
 
-constexpr int64_t kYieldNs = 200'000;   // then sleep
-constexpr int64_t kNapNs = 50'000'000;  // how often a sleeper looks after its peers
-
+constexpr int64_t kYieldNs = 200'000;        // then sleep
+constexpr int64_t kNapNs = 50'000'000;       // how often a sleeper looks after its peers
 constexpr int64_t kLongNapNs = 10 * kNapNs;  // longer than a busy system delays a sleeper
 
 void pause() {

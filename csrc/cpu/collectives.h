@@ -57,10 +57,10 @@ enum class Path { direct, one_shot, staged };
 // d.operands[1], whether it is attached.
 Path enter(Communicator& comm, Descriptor& d, const Operand& x, bool allocates);
 
-// What the paths have in common: where the peers' inputs are.
+// What the paths have in common: where the peers' inputs are. Destinations are the caller's.
 ReduceArgs reduce_args(Communicator& comm, Path path, const Operand& x, bool average);
 Stage stage_of(const Communicator& comm);
-// Whether an output of this size, that wasn't read before, is.
+// Whether an output of this size goes past the cache, provided that it wasn't read before.
 bool writes_past_cache(const Communicator& comm, Path path, int64_t bytes);
 
 }  // namespace coconet
