@@ -5,7 +5,9 @@
 
 #if defined(__CUDACC__)
 #define COCONET_HD __host__ __device__ __forceinline__
+#define COCONET_UNROLL _Pragma("unroll")
 #else
+#define COCONET_UNROLL
 // always_inline: files compiled for different instruction sets must not share an out-of-line copy.
 #define COCONET_HD inline __attribute__((always_inline))
 #endif
