@@ -19,6 +19,7 @@ namespace coconet {
 template <class Machine, class Slices, class Shard>
 COCONET_HD void gather_whole(const Machine& m, const Slices& slices, const Shard& shard,
                              char* output, bool stream) {
+    COCONET_NO_UNROLL
     for (int i = 0; i < m.world; ++i) {
         const int peer = (m.rank + i) % m.world;  // not all from the same rank at once
         const char* source = shard(peer);
@@ -34,11 +35,12 @@ COCONET_HD void gather_staged(const Machine& m, const Slices& slices, const char
                               char* output, const Stage& stage, bool stream) {
     const int64_t step = stage.chunk_bytes;
     int64_t longest = 0;
+    COCONET_NO_UNROLL
     for (int r = 0; r < m.world; ++r) {
         const Share share = share_of(m, slices.size(r));
         longest = max64(longest, share.to - share.from);
     }
-    const int64_t num_chunks = ceil_div(longest, step);
+    const int64_t num_chunks = divide(longest + step - 1, step).quotient;
     const uint32_t first = m.first_chunk();
 
     const auto publish = [&](int64_t k) {
@@ -50,6 +52,7 @@ COCONET_HD void gather_staged(const Machine& m, const Slices& slices, const char
     };
     const auto collect = [&](int64_t k) {
         const uint32_t chunk = first + static_cast<uint32_t>(k);
+        COCONET_NO_UNROLL
         for (int i = 0; i < m.world; ++i) {
             const int peer = (m.rank + i) % m.world;
             const bool own = peer == m.rank;
@@ -65,6 +68,7 @@ COCONET_HD void gather_staged(const Machine& m, const Slices& slices, const char
     };
 
     if (num_chunks > 0) publish(0);
+    COCONET_NO_UNROLL
     for (int64_t k = 0; k < num_chunks; ++k) {
         if (k + 1 < num_chunks) publish(k + 1);
         if (!collect(k)) return;

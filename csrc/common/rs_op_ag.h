@@ -123,6 +123,7 @@ COCONET_HD void reduce_step(const Machine& m, const Sources& src, const Destinat
         COCONET_UNROLL
         for (int u = 0; u < Count; ++u) sum[u] = m.load_peer(first + u * distance, lanes);
     }
+    COCONET_NO_UNROLL
     for (int q = 1; q < sources; ++q) {
         const auto* next = src[q] + i;
         COCONET_UNROLL
@@ -142,6 +143,7 @@ COCONET_HD void reduce_step(const Machine& m, const Sources& src, const Destinat
     COCONET_UNROLL
     for (int u = 0; u < Count; ++u)
         m.template store_rounded<kStreamOwn>(own + u * distance, result[u], lanes);
+    COCONET_NO_UNROLL
     for (int d = 1; d < dst.count; ++d) {
         auto* other = dst[d] + i;
         COCONET_UNROLL
@@ -191,7 +193,8 @@ struct Share {
 template <class Machine>
 COCONET_HD Share share_of(const Machine& m, int64_t size) {
     if (m.parts == 1) return {0, size};
-    const int64_t step = round_up(ceil_div(size, m.parts), m.grain);
+    const int64_t even = divide(size + m.parts - 1, m.parts).quotient;
+    const int64_t step = divide(even + m.grain - 1, m.grain).quotient * m.grain;
     return {min64(m.part * step, size), min64((m.part + 1) * step, size)};
 }
 

@@ -38,13 +38,15 @@ COCONET_HD void rs_op_ag_staged(const Machine& m, const Slices& slices, const Io
     static_assert(sizeof(In) == sizeof(Out) && kStageSlots >= 4);
     const int rank = m.rank, world = m.world;
     // Elements of each slice per chunk.
-    const int64_t step = stage.chunk_bytes / sizeof(In) / world / kSliceAlign * kSliceAlign;
+    const auto per_slice = static_cast<int>(stage.chunk_bytes / sizeof(In)) / world;
+    const int64_t step = per_slice / kSliceAlign * kSliceAlign;
     int64_t longest = 0;
+    COCONET_NO_UNROLL
     for (int r = 0; r < world; ++r) {
         const Share share = share_of(m, slices.size(r));
         longest = max64(longest, share.to - share.from);
     }
-    const int64_t num_chunks = ceil_div(longest, step);
+    const int64_t num_chunks = divide(longest + step - 1, step).quotient;
     const uint32_t first = m.first_chunk();
 
     const auto for_chunk = [&](int r, int64_t k, auto&& f) {
@@ -60,6 +62,7 @@ COCONET_HD void rs_op_ag_staged(const Machine& m, const Slices& slices, const Io
     };
 
     const auto publish = [&](int64_t k) {
+        COCONET_NO_UNROLL
         for (int peer = 0; peer < world; ++peer) {
             if (peer == rank) continue;
             for_chunk(peer, k, [&](const Run& run) {
@@ -83,6 +86,7 @@ COCONET_HD void rs_op_ag_staged(const Machine& m, const Slices& slices, const Io
         return true;
     };
     const auto collect = [&](int64_t k) {
+        COCONET_NO_UNROLL
         for (int peer = 0; peer < world; ++peer) {
             if (peer == rank) continue;
             if (!m.wait(peer, kReduce, first + static_cast<uint32_t>(k) + 1)) return false;
@@ -97,6 +101,7 @@ COCONET_HD void rs_op_ag_staged(const Machine& m, const Slices& slices, const Io
 
     if (!m.wait_inputs()) return;
     if (num_chunks > 0) publish(0);
+    COCONET_NO_UNROLL
     for (int64_t k = 0; k < num_chunks; ++k) {
         if (k + 1 < num_chunks) publish(k + 1);
         if (!reduce(k)) return;
