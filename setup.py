@@ -31,7 +31,7 @@ def files(folder: str, pattern: str) -> list[str]:
     return sorted(str(path) for path in Path(folder).glob(pattern))
 
 
-CPU_SOURCES = files("csrc/cpu", "**/*.cpp")
+CPU_SOURCES = files("csrc/common", "*.cpp") + files("csrc/cpu", "**/*.cpp")
 BINDING_SOURCES = files("python", "*.cpp")
 HEADERS = files("csrc", "**/*.h") + files("python", "*.h")
 

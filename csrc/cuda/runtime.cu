@@ -13,8 +13,7 @@ namespace {
 
 [[noreturn]] void raise(const std::string& what, cudaError_t error) {
     cudaGetLastError();  // or the next call would report this error again
-    throw Error(ErrorKind::communicator,
-                "CUDA: " + what + " failed: " + cudaGetErrorString(error));
+    throw Error(ErrorKind::communicator, "CUDA: " + what + " failed: " + cudaGetErrorString(error));
 }
 
 void check(cudaError_t error, const char* what) {
@@ -104,6 +103,16 @@ bool capturing(Stream stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(native(stream), &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
+}
+
+void order(Stream earlier, Stream later) {
+    cudaEvent_t event;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    const cudaError_t recorded = cudaEventRecord(event, native(earlier));
+    const cudaError_t waits = cudaStreamWaitEvent(native(later), event, 0);
+    cudaEventDestroy(event);  // once it was reached
+    check(recorded, "cudaEventRecord");
+    check(waits, "cudaStreamWaitEvent");
 }
 
 void launch(const KernelCall& call, const LaunchShape& shape, Stream stream) {
