@@ -10,6 +10,8 @@ from harness import assert_same_on_all_ranks, communicator, run_fresh, values
 
 import coconet_ops as co
 
+pytestmark = pytest.mark.backends("local", "emulated", "cuda")
+
 DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -30,10 +32,10 @@ def shard(shape, dtype, rank, seed):
     """Any bits at all: an all-gather moves data and knows no numbers."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype == torch.bool:
-        return torch.randint(2, tuple(shape), generator=generator).bool()
+        return torch.randint(2, tuple(shape), generator=generator, device="cpu").bool()
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
+    raw = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu")
+    return raw.view(dtype).view(shape) if nbytes else raw.new_empty(shape, dtype=dtype)
 
 
 SIZES = {
@@ -129,6 +131,7 @@ def large(placement):
         assert torch.equal(got, expected.float()), rank
 
 
+@pytest.mark.backends("local", "cuda")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_tensors_larger_than_the_staging_chunks(run_few, placement):
     run_few(large, placement)

@@ -11,6 +11,8 @@ from harness import assert_same_on_all_ranks, communicator, run_fresh, values
 
 import coconet_ops as co
 
+pytestmark = pytest.mark.backends("local", "emulated", "cuda")
+
 
 def every_shape_and_layout(dtype, placement, op):
     comm = communicator()
@@ -99,6 +101,7 @@ def large(dtype, placement):
     assert torch.equal(co.all_reduce_(x, group=comm), y)
 
 
+@pytest.mark.backends("local", "cuda")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", REDUCE_DTYPES, ids=cases.name)
 def test_tensors_larger_than_the_staging_chunks(run_few, dtype, placement):
@@ -211,6 +214,7 @@ def group_arguments():
     assert torch.equal(co.all_reduce(torch.ones(5)), expected)
 
 
+@pytest.mark.backends()
 def test_group_is_a_process_group_a_communicator_or_none(run):
     run(group_arguments)
 

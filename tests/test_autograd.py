@@ -13,12 +13,21 @@ import cases
 import pytest
 import torch
 from cases import DTYPES, PLACEMENTS, TOLERANCE
-from harness import assert_same_on_all_ranks, communicator, raised, run_fresh, values
+from harness import (
+    assert_same_on_all_ranks,
+    communicator,
+    new_communicator,
+    raised,
+    run_fresh,
+    values,
+)
 from test_reduce_scatter import part
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import coconet_ops as co
+
+pytestmark = pytest.mark.backends("local", "emulated", "cuda")
 
 
 @dataclass
@@ -406,6 +415,7 @@ def forward_mode():
                 op.call(x)
 
 
+@pytest.mark.backends()  # torch has one level of forward mode per process
 def test_forward_mode_is_refused(run_pair):
     run_pair(forward_mode)
 
@@ -429,7 +439,7 @@ def test_bad_arguments(run_pair):
 
 
 def dies_in_backward():
-    comm = co.Communicator(heap_bytes=4 << 20)
+    comm = new_communicator(heap_bytes=4 << 20)
     x = torch.ones(5, requires_grad=True)
     y = co.copy_to_group(x, group=comm).sum()
     if comm.rank == 1:

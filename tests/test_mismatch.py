@@ -305,8 +305,8 @@ def stepwise(placement):
 
 
 @pytest.mark.parametrize("placement", ["private", "heap"])
-def test_any_number_of_disagreements_does_no_harm(run, world_size, placement):
-    if world_size > 1:
+def test_any_number_of_disagreements_does_no_harm(run, placement):
+    if run.world_size > 1:
         run(stepwise, placement)
 
 

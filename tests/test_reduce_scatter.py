@@ -10,6 +10,8 @@ from harness import communicator, run_fresh, values
 
 import coconet_ops as co
 
+pytestmark = pytest.mark.backends("local", "emulated", "cuda")
+
 
 def part(x, split, dim, rank, world_size):
     """The oracle: torch.tensor_split, or torch.chunk with empty parts for the last ranks."""
@@ -85,14 +87,14 @@ def few_rows(split):
     return sizes
 
 
-def test_tensor_split_gives_the_first_ranks_one_row_more(pool):
-    sizes = pool.run(5, few_rows, "tensor_split")
+def test_tensor_split_gives_the_first_ranks_one_row_more(ranks):
+    sizes = ranks.run(5, few_rows, "tensor_split")
     assert [by_rank[7] for by_rank in sizes] == [2, 2, 1, 1, 1]
     assert [by_rank[3] for by_rank in sizes] == [1, 1, 1, 0, 0]
 
 
-def test_chunk_may_leave_the_last_ranks_without_rows(pool):
-    sizes = pool.run(5, few_rows, "chunk")
+def test_chunk_may_leave_the_last_ranks_without_rows(ranks):
+    sizes = ranks.run(5, few_rows, "chunk")
     assert [by_rank[7] for by_rank in sizes] == [2, 2, 2, 1, 0]
     assert [by_rank[6] for by_rank in sizes] == [2, 2, 2, 0, 0]
 
@@ -129,6 +131,7 @@ def large(dtype, placement):
     assert torch.equal(y, expected.tensor_split(world, 1)[comm.rank])
 
 
+@pytest.mark.backends("local", "cuda")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
 def test_tensors_larger_than_the_staging_chunks(run_few, dtype, placement):
