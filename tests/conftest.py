@@ -13,11 +13,11 @@ from harness import BACKENDS, RankPool, missing_backends
 WORLDS = {
     "run": {
         "shm": (1, 2, 3, 4, 5),
-        "local": (2, 5),
+        "local": (3,),
         "emulated": (1, 2, 3, 5),
         "cuda": (1, 2, 4, 8),
     },
-    "run_few": {"shm": (2, 3), "local": (3,), "emulated": (3,), "cuda": (2, 3)},
+    "run_few": {"shm": (2, 3), "local": (2,), "emulated": (2, 3), "cuda": (2, 3)},
     "run_pair": dict.fromkeys(BACKENDS, (2,)),
 }
 

@@ -126,6 +126,13 @@ def new_communicator(heap_bytes: int, timeout: timedelta = TIMEOUT):
     return comm
 
 
+def fused_adam(params, **options):
+    """The optimizer over this rank's communicator."""
+    import coconet_ops as co
+
+    return co.optim.DistributedFusedAdam(params, process_group=communicator(), **options)
+
+
 def gather_objects(value: Any) -> list[Any]:
     """The value of every rank, over gloo; of threads the objects themselves."""
     if _thread.comm is not None:

@@ -131,7 +131,7 @@ def large(placement):
         assert torch.equal(got, expected.float()), rank
 
 
-@pytest.mark.backends("local", "cuda")
+@pytest.mark.backends("cuda")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_tensors_larger_than_the_staging_chunks(run_few, placement):
     run_few(large, placement)

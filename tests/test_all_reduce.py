@@ -101,7 +101,7 @@ def large(dtype, placement):
     assert torch.equal(co.all_reduce_(x, group=comm), y)
 
 
-@pytest.mark.backends("local", "cuda")
+@pytest.mark.backends("cuda")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", REDUCE_DTYPES, ids=cases.name)
 def test_tensors_larger_than_the_staging_chunks(run_few, dtype, placement):

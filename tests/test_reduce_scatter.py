@@ -131,7 +131,7 @@ def large(dtype, placement):
     assert torch.equal(y, expected.tensor_split(world, 1)[comm.rank])
 
 
-@pytest.mark.backends("local", "cuda")
+@pytest.mark.backends("cuda")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
 def test_tensors_larger_than_the_staging_chunks(run_few, dtype, placement):
