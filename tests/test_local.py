@@ -326,6 +326,7 @@ def test_one_inside_another(three):
 def beside_a_group():
     """A rank of a process group has ranks of its own."""
     comm = communicator()
+    assert comm.backend == "shm" and comm.device == torch.device("cpu")
     local = co.LocalCommunicator(3, heap_bytes=4 * MIB)
 
     def work(own):

@@ -335,6 +335,24 @@ def test_state_exists_for_the_own_slice_only(run, dtype):
     assert sum(sizes[0] for sizes, _ in run(state_size, dtype)) >= numel
 
 
+def other_default_dtype():
+    """State is fp32 whatever the default."""
+    params = [torch.zeros(300, dtype=torch.bfloat16)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        state = co.AdamState(params, group=communicator())
+        co.rs_adam_ag_(params, [torch.ones_like(params[0])], state, lr=0.5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert state.exp_avg.dtype == state.exp_avg_sq.dtype == state.master.dtype == torch.float32
+    assert (params[0] == -0.5).all()
+
+
+@pytest.mark.backends()  # the default is the process's
+def test_default_dtype_of_torch_does_not_matter(run_pair):
+    run_pair(other_default_dtype)
+
+
 def many_tensors():
     shapes = [(index % 97,) for index in range(500)]
     run = Run(torch.float32, "private", shapes=shapes, lr=1e-2)
