@@ -7,7 +7,7 @@ A test runs on processes ("shm"), and on the other backends that its marker name
 from __future__ import annotations
 
 import pytest
-from harness import BACKENDS, RankPool, missing_backends
+from harness import BACKENDS, RankPool, missing_backends, run_fresh, values
 
 # World sizes by fixture and backend.
 WORLDS = {
@@ -39,8 +39,9 @@ def pytest_generate_tests(metafunc):
     named = ("shm", *(marker.args if marker else ()))
     missing = missing_backends()
     backends = [name for name in BACKENDS if name in named and name not in missing]
-    if "ranks" in metafunc.fixturenames:
-        metafunc.parametrize("ranks", backends, indirect=True)
+    for fixture in ("ranks", "run_sixteen"):
+        if fixture in metafunc.fixturenames:
+            metafunc.parametrize(fixture, backends, indirect=True)
     for fixture, worlds in WORLDS.items():
         if fixture in metafunc.fixturenames:
             cases = [(name, world_size) for name in backends for world_size in worlds[name]]
@@ -101,6 +102,14 @@ def run_few(pools, request):
 def run_pair(pools, request):
     """Like `run`, for two ranks."""
     return _run(pools, request)
+
+
+@pytest.fixture
+def run_sixteen(pools, request):
+    """Like `run`, for 16 ranks."""
+    if request.param == "shm":  # too many processes to keep
+        return lambda function, *arguments: values(run_fresh(16, function, *arguments))
+    return Run(pools[request.param], 16)
 
 
 @pytest.fixture(params=[1, 2, 3, 4, 5], ids="world{}".format)

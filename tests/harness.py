@@ -58,8 +58,8 @@ def missing_backends() -> dict[str, str]:
 def _make_local(backend: str, world_size: int, heap_bytes: int, timeout: timedelta):
     import coconet_ops as co
 
-    device = "cuda" if backend == "cuda" else "cpu"
-    return co.LocalCommunicator(world_size, device=device, heap_bytes=heap_bytes, timeout=timeout)
+    options = {"local": {}, "cuda": {"device": "cuda"}}[backend]
+    return co.LocalCommunicator(world_size, heap_bytes=heap_bytes, timeout=timeout, **options)
 
 
 # --- inside a rank -------------------------------------------------------------------------------

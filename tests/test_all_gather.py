@@ -6,7 +6,7 @@ import cases
 import pytest
 import torch
 from cases import PLACEMENTS
-from harness import assert_same_on_all_ranks, communicator, run_fresh, values
+from harness import assert_same_on_all_ranks, communicator, new_communicator
 
 import coconet_ops as co
 
@@ -169,7 +169,7 @@ def test_conjugated_and_expanded_views(run_few):
 
 
 def sixteen():
-    comm = co.Communicator(heap_bytes=8 << 20)
+    comm = new_communicator(heap_bytes=8 << 20)
     for placement in PLACEMENTS:
         own = torch.full((comm.rank % 3, 5), comm.rank)
         x, _ = cases.placed(comm, own, placement, most=10)
@@ -178,5 +178,5 @@ def sixteen():
     comm.close()
 
 
-def test_world_size_16():
-    values(run_fresh(16, sixteen))
+def test_world_size_16(run_sixteen):
+    run_sixteen(sixteen)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import DTYPES, PLACEMENTS, REDUCE_DTYPES, SHAPES, TOLERANCE
-from harness import assert_same_on_all_ranks, communicator, run_fresh, values
+from harness import assert_same_on_all_ranks, communicator, new_communicator
 
 import coconet_ops as co
 
@@ -338,7 +338,7 @@ def test_repeated_calls_see_no_stale_data(run):
 
 
 def sixteen(placement):
-    comm = co.Communicator(heap_bytes=8 << 20)
+    comm = new_communicator(heap_bytes=8 << 20)
     digests = []
     for dtype in DTYPES:
         for shape in ((), (5,), (129,), (40, 33)):
@@ -351,6 +351,6 @@ def sixteen(placement):
     return digests
 
 
-def test_world_size_16():
+def test_world_size_16(run_sixteen):
     for placement in PLACEMENTS:
-        assert_same_on_all_ranks(values(run_fresh(16, sixteen, placement)))
+        assert_same_on_all_ranks(run_sixteen(sixteen, placement))

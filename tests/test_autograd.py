@@ -18,8 +18,6 @@ from harness import (
     communicator,
     new_communicator,
     raised,
-    run_fresh,
-    values,
 )
 from test_reduce_scatter import part
 from torch import Tensor, nn
@@ -455,7 +453,7 @@ def test_errors_of_the_backward_pass_reach_the_caller(run_pair):
 
 
 def sixteen():
-    comm = co.Communicator(heap_bytes=8 << 20)
+    comm = new_communicator(heap_bytes=8 << 20)
     for name, op in every_op(comm, 0).items():
         shape = (comm.rank % 3 if op.uneven else 20, 2)
         x = torch.ones(shape, requires_grad=True)
@@ -466,5 +464,5 @@ def sixteen():
     comm.close()
 
 
-def test_world_size_16():
-    values(run_fresh(16, sixteen))
+def test_world_size_16(run_sixteen):
+    run_sixteen(sixteen)

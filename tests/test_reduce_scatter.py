@@ -6,7 +6,7 @@ import cases
 import pytest
 import torch
 from cases import DTYPES, PLACEMENTS, REDUCE_DTYPES, SHAPES, TOLERANCE
-from harness import communicator, run_fresh, values
+from harness import communicator, new_communicator
 
 import coconet_ops as co
 
@@ -139,7 +139,7 @@ def test_tensors_larger_than_the_staging_chunks(run_few, dtype, placement):
 
 
 def sixteen():
-    comm = co.Communicator(heap_bytes=8 << 20)
+    comm = new_communicator(heap_bytes=8 << 20)
     for placement in PLACEMENTS:
         for shape in ((5,), (40, 33), (16, 3)):
             inputs = [cases.integers(shape, torch.float32, rank) for rank in range(16)]
@@ -151,5 +151,5 @@ def sixteen():
     comm.close()
 
 
-def test_world_size_16():
-    values(run_fresh(16, sixteen))
+def test_world_size_16(run_sixteen):
+    run_sixteen(sixteen)
