@@ -106,6 +106,7 @@ def test_follows_torch_optim_in_float64(run, dtype, placement):
     assert_same_on_all_ranks(run(against_torch_optim, dtype, placement, hyper))
 
 
+@pytest.mark.backends("emulated", "cuda")
 @pytest.mark.parametrize("hyper", HYPERPARAMETERS.values(), ids=HYPERPARAMETERS)
 @pytest.mark.parametrize("placement", ["private", "heap"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
