@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -155,6 +156,8 @@ class LocalCommunicator:
                 ):
                     results[comm.rank] = fn(comm, *args)
             except BaseException as error:
+                if sys.version_info >= (3, 11):
+                    error.add_note(f"raised by rank {comm.rank} of a {_NAME}")
                 failures.append(error)
                 comm.close()
 

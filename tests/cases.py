@@ -1,8 +1,7 @@
 """Cases that the tests share: shapes, layouts, inputs, the float64 oracle and the tolerances.
 
 Inputs depend only on (rank, seed), so every rank knows the inputs of all ranks and computes the
-expected result by itself. They and the oracles are on the CPU; `placed` puts them where the
-communicator is.
+expected result by itself. They are on torch's default device, which is the communicator's.
 """
 
 from __future__ import annotations
@@ -50,12 +49,14 @@ def name(dtype: torch.dtype) -> str:
 def integers(shape: Sequence[int], dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:
     """Whole numbers whose sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randint(-12, 13, tuple(shape), generator=generator, device="cpu").to(dtype)
+    x = torch.randint(-12, 13, tuple(shape), generator=generator, device="cpu")
+    return x.to(torch.get_default_device(), dtype)
 
 
 def normals(shape: Sequence[int], dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randn(tuple(shape), generator=generator, device="cpu").to(dtype)
+    x = torch.randn(tuple(shape), generator=generator, device="cpu")
+    return x.to(torch.get_default_device(), dtype)
 
 
 def reduced(inputs: Sequence[Tensor], op: str = "sum") -> Tensor:
@@ -192,7 +193,7 @@ class Adam64:
 def flat_list(tensors: Sequence[Tensor], total: int) -> Tensor:
     """The tensors end to end as the optimizer's slices see them: each starts at a multiple of 64
     elements. Padding is NaN."""
-    flat = torch.full((total,), float("nan"), dtype=torch.float64, device="cpu")
+    flat = torch.full((total,), float("nan"), dtype=torch.float64)
     start = 0
     for x in tensors:
         flat[start : start + x.numel()] = x.detach().flatten()

@@ -32,10 +32,12 @@ def shard(shape, dtype, rank, seed):
     """Any bits at all: an all-gather moves data and knows no numbers."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype == torch.bool:
-        return torch.randint(2, tuple(shape), generator=generator, device="cpu").bool()
+        x = torch.randint(2, tuple(shape), generator=generator, device="cpu").bool()
+        return x.to(torch.get_default_device())
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     raw = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu")
-    return raw.view(dtype).view(shape) if nbytes else raw.new_empty(shape, dtype=dtype)
+    raw = raw.to(torch.get_default_device())
+    return raw.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
 
 
 SIZES = {

@@ -999,8 +999,8 @@ def train(model, optimizer, steps=STEPS):
     losses = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + communicator().rank)
-        start = torch.randint(50, (4, 1), generator=generator)
-        tokens = (start + torch.arange(17)) % 50
+        start = torch.randint(50, (4, 1), generator=generator, device="cpu")
+        tokens = (start.to(torch.get_default_device()) + torch.arange(17)) % 50
         optimizer.zero_grad()
         logits = model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

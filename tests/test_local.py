@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -159,8 +160,10 @@ def test_a_rank_that_raises_ends_its_peers(three, error):
             ends.append((type(lost), str(lost)))
             raise
 
-    with pytest.raises(error, match="of rank 1"):
+    with pytest.raises(error, match="of rank 1") as caught:
         three.run(work)
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == ["raised by rank 1 of a LocalCommunicator"]
     assert [kind for kind, _ in ends] == [co.PeerLostError] * 2
     assert all("rank 1" in text for _, text in ends), ends
     assert_closed(three)
