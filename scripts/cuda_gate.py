@@ -142,7 +142,7 @@ def problems_of(row: dict, sass: str) -> list[str]:
     if local := re.findall(LOCAL_MEMORY, sass):
         found.append(f"{len(local)} accesses to local memory")
     if row["kernel"] not in ONLY_SIGNALS:
-        found += [f"no {rule}" for rule, text in PEER_RULES.items() if not re.search(text, sass)]
+        found += [f"lacks {rule}" for rule, text in PEER_RULES.items() if not re.search(text, sass)]
     return found
 
 
