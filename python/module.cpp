@@ -299,6 +299,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         Release(), "Copies src to dst past the cache: what a benchmark measures the limit with.");
 
     bind_collectives(m);
+    bind_nccl(m);
 
     py::class_<Rendezvous>(m, "Rendezvous")
         .def(py::init<int64_t>(), py::arg("heap_bytes"))

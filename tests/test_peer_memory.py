@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import assert_same_on_all_ranks
 
+import coconet_ops as co
 from coconet_ops import peer_memory
 from coconet_ops.errors import CommunicatorError
 
@@ -301,3 +302,95 @@ def test_devices_share_an_index(run_pair):
     assert_same_on_all_ranks(results)
     assert "ranks [0, 1] call different GPUs cuda:3; " in results[0][0]
     assert "CUDA_VISIBLE_DEVICES" in results[0][0]
+
+
+class NcclPeers:
+    """Stands in for the binding's class: writes down what is called, in what order."""
+
+    failing = ""
+
+    def __init__(self, device: int, nbytes: int) -> None:
+        self.pointers: list[int] = []
+        self.events: list = []
+        self.call("allocate", device, nbytes)
+
+    @staticmethod
+    def new_meeting() -> bytes:
+        return b"met by rank %d" % dist.get_rank()
+
+    def call(self, name: str, *arguments) -> None:
+        if NcclPeers.failing == name:
+            raise CommunicatorError(f"NCCL: {name} failed")
+        self.events.append((name, *arguments))
+
+    def connect(self, meeting: bytes, rank: int, world_size: int) -> None:
+        self.call("connect", meeting, rank, world_size)
+
+    def map(self) -> None:
+        self.call("map")
+        self.pointers = [256 * (1 + rank) for rank in range(dist.get_world_size())]
+
+    def barrier(self, stream: int) -> None:
+        self.call("barrier", stream)
+
+
+def allocate_nccl(failing: str = ""):
+    rank = dist.get_rank()
+    with (
+        mock.patch.object(NcclPeers, "failing", failing if rank == 1 else ""),
+        mock.patch.object(co._C, "NcclPeers", NcclPeers),
+        mock.patch.multiple(
+            torch.cuda,
+            is_available=lambda: True,
+            # One index for all: to NCCL, only the GPUs must differ.
+            get_device_properties=lambda index: SimpleNamespace(uuid=f"GPU-{rank}"),
+            current_stream=lambda device: SimpleNamespace(cuda_stream=70 + device),
+            synchronize=lambda device: None,
+        ),
+    ):
+        memory = peer_memory.allocate_nccl(None, "cuda:3", NBYTES)
+        memory.barrier()
+        return memory
+
+
+def succeed_with_nccl() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    memory = allocate_nccl()
+    assert (memory.device, memory.rank, memory.world_size) == (3, rank, world)
+    assert (memory.nbytes, memory.pointers) == (NBYTES, [256 * (1 + peer) for peer in range(world)])
+    assert memory._owner.events == [
+        ("allocate", 3, NBYTES),
+        ("connect", b"met by rank 0", rank, world),
+        ("map",),
+        ("barrier", 73),
+        ("barrier", 73),
+    ]
+
+
+def test_nccl(run):
+    run(succeed_with_nccl)
+
+
+def fail_with_nccl(step: str) -> str:
+    with pytest.raises(CommunicatorError) as info:
+        allocate_nccl(step)
+    return str(info.value)
+
+
+@pytest.mark.parametrize("step", ["allocate", "connect", "map", "barrier"])
+def test_nccl_fails_on_one_rank(run_pair, step):
+    messages = run_pair(fail_with_nccl, step)
+    assert_same_on_all_ranks(messages)
+    assert messages[0].endswith(f"rank 1: CommunicatorError: NCCL: {step} failed")
+
+
+def be_without_nccl() -> str:
+    with pytest.raises(CommunicatorError) as info:
+        co._C.NcclPeers(0, NBYTES)
+    return str(info.value)
+
+
+@pytest.mark.skipif(bool(co._C.nccl_version), reason="built with NCCL")
+def test_built_without_nccl(run_pair):
+    for message in run_pair(be_without_nccl):
+        assert message.startswith("coconet_ops was built without NCCL; ")
