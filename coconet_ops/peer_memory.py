@@ -62,8 +62,8 @@ class PeerMemory:
 
     def barrier(self) -> None:
         """Enqueues a barrier of all ranks on the device's current stream: what a rank wrote to any
-        buffer before it, every rank sees after it. On one stream at a time. For starting and
-        ending; kernels bring signals of their own."""
+        buffer before it, every rank sees after it. On one stream at a time. It waits for as long as
+        it takes: for starting and ending; kernels bring signals of their own."""
         self._barrier()
 
 
@@ -73,10 +73,10 @@ def allocate(
     """A symmetric buffer of nbytes per rank from ``torch.distributed._symmetric_memory``; all of
     them are zero before any rank returns. Collective.
 
-    Kernels lay out their own signals inside the buffer. torch's signal pads are small (2 KiB unless
-    set otherwise) and torch's own ops, such as its barrier, count on finding zeros in them, so they
-    serve only for the barrier at the start. That barrier writes to every peer: peers that can't be
-    reached show up here, not in the first kernel.
+    Kernels lay out their own signals inside the buffer. torch's signal pads are small (2 KiB in
+    torch 2.6, 9 KiB in 2.13, unless set otherwise), and torch's own ops count on finding zeros in
+    them. So they serve only the handle's barrier, once at the start. It writes to every peer: one
+    that can't be reached shows up here, not in the first kernel.
 
     Args:
         group: a process group, None for the default group; 1 to 16 ranks, each with a device of its

@@ -71,7 +71,7 @@ struct NcclPeers::Impl {
     void* memory = nullptr;
     ncclComm_t comm = nullptr;
     ncclWindow_t window = nullptr;
-    ncclDevComm device_comm;
+    ncclDevComm device_comm{};
     bool has_device_comm = false;
     std::vector<void*> pointers;
 
