@@ -17,7 +17,8 @@ struct TableParams {
     int ranks;
 };
 
-__global__ void __launch_bounds__(kThreads) fill_table(const __grid_constant__ TableParams p) {
+__global__ void __launch_bounds__(kThreads)
+    nccl_pointers_kernel(const __grid_constant__ TableParams p) {
     for (int rank = static_cast<int>(threadIdx.x); rank < p.ranks; rank += kThreads)
         p.table[rank] = ncclGetLsaPointer(p.window, 0, rank);
 }
@@ -26,7 +27,8 @@ struct BarrierParams {
     ncclDevComm comm;
 };
 
-__global__ void __launch_bounds__(kThreads) barrier(const __grid_constant__ BarrierParams p) {
+__global__ void __launch_bounds__(kThreads)
+    nccl_barrier_kernel(const __grid_constant__ BarrierParams p) {
     ncclLsaBarrierSession<ncclCoopCta> session(ncclCoopCta(), p.comm, ncclTeamTagLsa(), 0);
     session.sync(ncclCoopCta(), ::cuda::memory_order_acq_rel);
 }
@@ -37,13 +39,13 @@ std::vector<void*> window_pointers(ncclWindow_t window, int ranks) {
     const std::unique_ptr<void, void (*)(void*)> table(
         allocate_host_visible(ranks * static_cast<int64_t>(sizeof(void*))), release_host_visible);
     void** const begin = static_cast<void**>(table.get());
-    launch(fill_table, kOneWarp, nullptr, TableParams{window, begin, ranks});
+    launch(nccl_pointers_kernel, kOneWarp, nullptr, TableParams{window, begin, ranks});
     synchronize(nullptr);
     return {begin, begin + ranks};
 }
 
 void launch_barrier(const ncclDevComm& comm, Stream stream) {
-    launch(barrier, kOneWarp, stream, BarrierParams{comm});
+    launch(nccl_barrier_kernel, kOneWarp, stream, BarrierParams{comm});
 }
 
 }  // namespace coconet::cuda
