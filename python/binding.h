@@ -65,6 +65,7 @@ struct StepTensors {
 };
 
 void bind_collectives(pybind11::module_& m);
+void bind_nccl(pybind11::module_& m);
 // The op's C++ entry, some calls back to back: what a benchmark compares with other C libraries.
 void repeat_all_reduce_(Communicator& comm, const at::Tensor& x, int64_t calls);
 

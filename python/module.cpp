@@ -312,6 +312,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
     bind_collectives(m);
     bind_device(m);
+    bind_nccl(m);
 
     py::class_<Rendezvous>(m, "Rendezvous")
         .def(py::init<int64_t>(), py::arg("heap_bytes"))
