@@ -201,7 +201,8 @@ void bind_device(py::module_& m) {
           py::arg("master").none(true));
 
     py::class_<cuda::Backend, std::unique_ptr<cuda::Backend, py::nodelete>>(m, "Backend")
-        .def_property_readonly("description", &cuda::Backend::description)
+        .def_property_readonly("version", &cuda::Backend::version)
+        .def_property_readonly("targets", &cuda::Backend::targets)
         .def("device_count",
              [](const cuda::Backend& b) {
                  std::string why;

@@ -159,7 +159,8 @@ int resident_blocks(int device, const void*, unsigned threads, size_t shared_byt
     return emulator::resident_blocks(threads, shared_bytes, settings().multiprocessors);
 }
 
-const char* runtime_description() { return "emulated on the CPU"; }
+const char* runtime_version() { return "emulated"; }
+const char* runtime_targets() { return ""; }
 
 }  // namespace cuda
 
