@@ -13,8 +13,7 @@ namespace {
 
 [[noreturn]] void raise(const std::string& what, cudaError_t error) {
     cudaGetLastError();  // or the next call would report this error again
-    throw Error(ErrorKind::communicator,
-                "CUDA: " + what + " failed: " + cudaGetErrorString(error));
+    throw Error(ErrorKind::communicator, "CUDA: " + what + " failed: " + cudaGetErrorString(error));
 }
 
 void check(cudaError_t error, const char* what) {
