@@ -11,6 +11,7 @@ from ._build_info import build_info
 from .collectives import all_gather, all_reduce, all_reduce_, copy_to_group, reduce_scatter
 from .communicator import Communicator, communicator
 from .errors import CommunicatorError, CommunicatorTimeout, MismatchError, PeerLostError
+from .local import LocalCommunicator
 from .rs_adam_ag import AdamState, rs_adam_ag_
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "Communicator",
     "CommunicatorError",
     "CommunicatorTimeout",
+    "LocalCommunicator",
     "MismatchError",
     "PeerLostError",
     "all_gather",

@@ -8,6 +8,7 @@
 
 #include "binding.h"
 #include "cpu/kernels.h"
+#include "cpu/local.h"
 #include "cpu/rs_adam_ag.h"
 
 namespace py = pybind11;
@@ -358,6 +359,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                 if (phase == kPhaseNames[p]) return c.inject_fault(static_cast<Phase>(p), signal);
             throw py::value_error("unknown phase " + phase);
         });
+
+    m.def(
+        "local_communicators",
+        [](int world, int64_t heap_bytes, double timeout, bool check, uint32_t first_epoch,
+           bool oversubscribed) {
+            return local_communicators(
+                world, {0, heap_bytes, timeout, check, first_epoch, oversubscribed});
+        },
+        Release(), py::arg("world"), py::arg("heap_bytes"), py::arg("timeout"), py::arg("check"),
+        py::arg("first_epoch"), py::arg("oversubscribed"),
+        "Communicators of ranks that are threads of this process, by rank.");
 
     py::class_<AdamHyper>(m, "AdamHyper")
         .def(py::init<double, double, double, double, double, bool, bool, bool>(), py::arg("lr"),

@@ -13,8 +13,7 @@ namespace {
 
 [[noreturn]] void raise(const std::string& what, cudaError_t error) {
     cudaGetLastError();  // or the next call would report this error again
-    throw Error(ErrorKind::communicator,
-                "CUDA: " + what + " failed: " + cudaGetErrorString(error));
+    throw Error(ErrorKind::communicator, "CUDA: " + what + " failed: " + cudaGetErrorString(error));
 }
 
 void check(cudaError_t error, const char* what) {
@@ -106,6 +105,16 @@ bool capturing(Stream stream) {
     return status != cudaStreamCaptureStatusNone;
 }
 
+void order(Stream earlier, Stream later) {
+    cudaEvent_t event;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    const cudaError_t recorded = cudaEventRecord(event, native(earlier));
+    const cudaError_t waits = cudaStreamWaitEvent(native(later), event, 0);
+    cudaEventDestroy(event);  // once it was reached
+    check(recorded, "cudaEventRecord");
+    check(waits, "cudaStreamWaitEvent");
+}
+
 void launch(const KernelCall& call, const LaunchShape& shape, Stream stream) {
     allow_shared(call.kernel, shape.shared_bytes);
     cudaLaunchAttribute cooperative{};
@@ -140,7 +149,7 @@ int resident_blocks(int device, const void* kernel, unsigned threads, size_t sha
 
 const char* runtime_description() {
     return "CUDA " COCONET_EXPANDED(__CUDACC_VER_MAJOR__) "." COCONET_EXPANDED(
-        __CUDACC_VER_MINOR__) ", code for " COCONET_EXPANDED(__CUDA_ARCH_LIST__);
+        __CUDACC_VER_MINOR__) ", code for " COCONET_EXPANDED(COCONET_CUDA_TARGETS);
 }
 
 }  // namespace coconet::cuda

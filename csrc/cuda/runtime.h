@@ -46,6 +46,8 @@ void copy_async(void* to, const void* from, int64_t bytes, Stream stream);
 void zero_async(void* p, int64_t bytes, Stream stream);
 void synchronize(Stream stream);
 bool capturing(Stream stream);
+// What is launched on `later` from now on begins after what was launched on `earlier`.
+void order(Stream earlier, Stream later);
 
 // Which runtime this is and, for CUDA, the architectures it holds code for.
 const char* runtime_description();

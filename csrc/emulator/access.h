@@ -15,9 +15,11 @@
 #define COCONET_DYNAMIC_SHARED(T, name) \
     T* const name = static_cast<T*>(::coconet::emulator::current->block.dynamic_shared)
 
-#define COCONET_SHARED(T, name)                                                    \
-    static thread_local ::coconet::emulator::SharedVariable<T> name##_shared_storage; \
-    auto& name = name##_shared_storage.of_block()
+#define COCONET_SHARED(T, name)                                                        \
+    static const char name##_key = 0; /* its address */                                \
+    auto& name = *static_cast<::coconet::emulator::Identity<T>*>(                      \
+        ::coconet::emulator::current->block.shared_variable(&name##_key, sizeof(T), \
+                                                            ::coconet::emulator::shared_align<T>))
 
 namespace coconet::cuda {
 
@@ -26,6 +28,7 @@ inline uint32_t load_acquire(const uint32_t* p, COCONET_PLACE) {
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 inline void store_release(uint32_t* p, uint32_t v) {
+    emulator::perturb();
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
     emulator::progress();
 }
@@ -51,6 +54,7 @@ T load_peer(const T* p) {
                       sizeof(T) == 16,
                   "load_peer takes 1, 2, 4, 8 or 16 bytes");
     emulator::expect_aligned(p, sizeof(T), "load_peer");
+    emulator::perturb();
     return *p;
 }
 template <class T>
@@ -59,6 +63,7 @@ void store_peer(T* p, T value) {
                       sizeof(T) == 16,
                   "store_peer takes 1, 2, 4, 8 or 16 bytes");
     emulator::expect_aligned(p, sizeof(T), "store_peer");
+    emulator::perturb();
     *p = value;
 }
 

@@ -38,10 +38,10 @@ void Warp::complete_if_full(Block& block, Meeting& meeting) {
     if (meeting.arrived != (meeting.mask & live_)) return;
     for (unsigned lane = 0; lane < kWarp; ++lane)
         if ((meeting.arrived >> lane & 1) && &block.lane(lane) != current)
-            block.wake(block.lane(lane));
+            block.grid->wake(block.lane(lane));
     meeting.leaving = meeting.present = meeting.arrived;
     meeting.arrived = 0;
-    block.progress();
+    block.grid->progress();
 }
 
 template <class Deposit>
@@ -50,23 +50,23 @@ Warp::Meeting& Warp::meet(unsigned mask, const Place& place, Deposit&& deposit) 
     const unsigned lane = current->lane();
     current->place = place;
     if (!(mask >> lane & 1))
-        block.fail("lane " + std::to_string(lane) + " calls " + place.what + " with the mask " +
+        block.grid->fail("lane " + std::to_string(lane) + " calls " + place.what + " with the mask " +
                    hex(mask) + ", which it isn't in");
     Meeting& meeting = meetings_[__builtin_ctz(mask)];
-    while (meeting.leaving) block.spin(place);
+    while (meeting.leaving) block.grid->spin(place);
     if (meeting.arrived == 0) {
         meeting.mask = mask;
         meeting.what = place.what;
         meeting.votes = 0;
     } else if (meeting.mask != mask || std::string(meeting.what) != place.what) {
-        block.fail("lane " + std::to_string(lane) + " calls " + place.what + " with the mask " +
+        block.grid->fail("lane " + std::to_string(lane) + " calls " + place.what + " with the mask " +
                    hex(mask) + ", but others of its warp wait in " + meeting.what +
                    " with the mask " + hex(meeting.mask));
     }
     deposit(meeting, lane);
     meeting.arrived |= 1u << lane;
     complete_if_full(block, meeting);
-    if (!meeting.leaving) block.wait(place);
+    if (!meeting.leaving) block.grid->wait(place);
     return meeting;
 }
 
@@ -90,7 +90,7 @@ void Warp::shuffle(unsigned mask, void* value, size_t bytes, unsigned source, co
         copy(meeting.slots[lane].bytes, value, bytes);
     });
     if (!(meeting.present >> source & 1))
-        current->block.fail("lane " + std::to_string(current->lane()) + " reads lane " +
+        current->block.grid->fail("lane " + std::to_string(current->lane()) + " reads lane " +
                             std::to_string(source) + " in " + place.what +
                             ", which takes no part in it");
     copy(value, meeting.slots[source].bytes, bytes);
