@@ -1,7 +1,7 @@
 # make bench   set up .venv, build, run the microbenchmark of every op  (BENCH_ARGS="--ranks 4")
 # make bench-peers   install what `coconet-bench --vs all` compares with, beyond torch's own
 # make test    set up .venv, build, run every test                      (TEST_ARGS="-k adam")
-# make native  build and run the native tests of csrc/cpu: no Python, no torch
+# make native  build and run the native tests of csrc/cpu and csrc/emulator: no Python, no torch
 # make sanitize  the same plain, under ThreadSanitizer, and under AddressSanitizer with UBSan
 # make cuda-gate  compile every CUDA kernel for every architecture and check the code: no GPU needed
 # make lint | format | setup | clean
@@ -15,13 +15,19 @@ SHELL := bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+<<<<<<< HEAD
 CPP := $(shell find csrc python -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' 2>/dev/null)
+=======
+CPP := $(shell find csrc python -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' \
+    2>/dev/null)
+>>>>>>> 05a5d091cf2d9fde8d92bdfda82095fdb7e23979
 # Folders too: their time changes when a file is added or deleted.
 CPP_DIRS := $(shell find csrc python -type d -not -name __pycache__ 2>/dev/null)
 BENCH_ARGS ?=
 TEST_ARGS ?=
+NATIVE_TESTS := tests/native tests/emulator
 # Headers and sources outside the extension.
-CPP_TESTS := $(wildcard tests/native/*.h tests/native/*.cpp)
+CPP_TESTS := $(wildcard $(foreach folder,$(NATIVE_TESTS),$(addprefix $(folder)/*.,h cpp cu)))
 
 .PHONY: bench bench-peers test native sanitize cuda-gate lint format setup clean
 
@@ -35,11 +41,13 @@ test: setup
 	$(BIN)/pytest $(TEST_ARGS)
 
 native:
-	@$(MAKE) --no-print-directory -C tests/native run
+	@for folder in $(NATIVE_TESTS); do $(MAKE) --no-print-directory -C $$folder run; done
 
 sanitize:
-	@for mode in plain thread address; do \
-	    $(MAKE) --no-print-directory -C tests/native run MODE=$$mode; \
+	@for folder in $(NATIVE_TESTS); do \
+	    for mode in plain thread address; do \
+	        $(MAKE) --no-print-directory -C $$folder run MODE=$$mode; \
+	    done; \
 	done
 
 cuda-gate: $(VENV)/.tools

@@ -31,10 +31,8 @@ def build_info() -> dict[str, Any]:
     """
     from . import __version__
 
-    cuda = dict(getattr(_C, "cuda_info", _no_cuda_info)())
-    devices = cuda.pop("devices")
-    no_devices = cuda.pop("no_devices")
-    nccl = getattr(_C, "nccl_version", "")
+    cuda, devices, no_devices = _cuda()
+    nccl = _C.nccl_version
     no_cuda = _no_cuda(cuda, devices, no_devices)
     problems = {
         "shm": _no_shared_memory(),
@@ -48,7 +46,7 @@ def build_info() -> dict[str, Any]:
         "torch": torch.__version__,
         "compiler": _C.compiler,
         "isa": _C.isa,
-        "cuda": cuda | {"architectures": list(cuda["architectures"])},
+        "cuda": cuda,
         "nccl": {
             "built": bool(nccl),
             "why": "" if nccl else "built without NCCL's headers or without CUDA",
@@ -61,10 +59,23 @@ def build_info() -> dict[str, Any]:
     }
 
 
-def _no_cuda_info() -> dict[str, Any]:
-    text = "this version has no CUDA part"
-    empty = {"nvcc": "", "architectures": [], "devices": []}
-    return {"built": False, "why": text, "no_devices": text, **empty}
+def _cuda() -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+    """The CUDA part of the build, the devices, and why there are none."""
+    backend = _C.cuda_backend()
+    count, why = backend.device_count()
+    built = bool(backend.version)
+    cuda = {
+        "built": built,
+        "why": "" if built else why,
+        "nvcc": backend.version,
+        "architectures": backend.targets.split(",") if backend.targets else [],
+    }
+    devices = []
+    for index in range(count):
+        info = backend.device_info(index)
+        major, minor = info.pop("compute_capability")
+        devices.append({"index": index, "capability": f"{major}.{minor}", **info})
+    return cuda, devices, "" if devices else why
 
 
 def _no_shared_memory() -> str:

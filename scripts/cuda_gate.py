@@ -40,8 +40,10 @@ KERNELS = {
     "rs_adam_ag_kernel": FLOATS,
     "barrier_kernel": (),
 }
+# The same of csrc/nccl: NCCL's headers say how they access peers.
+NCCL_KERNELS = {"nccl_pointers_kernel": (), "nccl_barrier_kernel": ()}
 # Those that move no data between ranks.
-ONLY_SIGNALS = {"barrier_kernel"}
+ONLY_SIGNALS = {"barrier_kernel", *NCCL_KERNELS}
 DTYPES = {
     "float": "f32",
     "coconet::bf16_t": "bf16",
@@ -150,13 +152,13 @@ def problems_of(row: dict, sass: str) -> list[str]:
     return found
 
 
-def missing_or_unknown(rows: list[dict]) -> list[str]:
-    """Compares what was compiled with the table."""
+def missing_or_unknown(rows: list[dict], kernels: dict[str, tuple]) -> list[str]:
+    """Compares what was compiled with the table of kernels."""
     found = []
     compiled = defaultdict(set)
     for row in rows:
         compiled[row["target"]].add((row["kernel"], row["dtype"]))
-    expected = {(kernel, dtype) for kernel, dtypes in KERNELS.items() for dtype in dtypes or ("",)}
+    expected = {(kernel, dtype) for kernel, dtypes in kernels.items() for dtype in dtypes or ("",)}
     for target in TARGETS:
         for kernel, dtype in sorted(expected - compiled[target]):
             found.append(f"{target} has no {kernel} {dtype}".rstrip())
@@ -192,10 +194,10 @@ def main() -> None:
         return
     cuobjdump = find_cuobjdump()
     sources = sorted(Path("csrc/cuda").glob("*.cu"))
-    extra = []
+    extra, expected = [], KERNELS
     try:
         nccl = cuda_toolkit.find_nccl()
-        extra = ["-isystem", nccl.include]
+        extra, expected = ["-isystem", nccl.include], KERNELS | NCCL_KERNELS
         sources += sorted(Path("csrc/nccl").glob("*.cu"))
         print(f"nvcc {toolkit.version}, NCCL {nccl.version}: {len(sources)} files")
     except cuda_toolkit.Unavailable as error:
@@ -219,7 +221,8 @@ def main() -> None:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = list(pool.map(examine, jobs))
     rows = [row for result in results for row in result[0]]
-    problems = [problem for result in results for problem in result[1]] + missing_or_unknown(rows)
+    problems = [problem for result in results for problem in result[1]]
+    problems += missing_or_unknown(rows, expected)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     record = {"nvcc": toolkit.version, "targets": TARGETS, "kernels": rows, "problems": problems}
     arguments.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -136,7 +136,7 @@ def nvcc_flags(
         "-Xcompiler=-Wno-unknown-pragmas",  # of loops, for the device only
         *(["-Werror=all-warnings"] if werror else []),
         *gencode(targets),
-        f"-DCOCONET_CUDA_TARGETS={','.join(targets)}",  # for build_info()
+        f'-DCOCONET_CUDA_TARGETS="{",".join(targets)}"',  # for build_info()
         *(["-ccbin", compiler] if compiler else []),
     ]
 

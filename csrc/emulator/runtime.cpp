@@ -127,8 +127,7 @@ void zero_async(void* p, int64_t bytes, Stream stream) {
     if (bytes > 0) run_or_capture(stream, [=] { memset(p, 0, static_cast<size_t>(bytes)); });
 }
 void synchronize(Stream stream) {
-    if (capturing(stream))
-        raise("synchronize", "operation not permitted when stream is capturing");
+    if (capturing(stream)) raise("synchronize", "operation not permitted when stream is capturing");
 }
 bool capturing(Stream stream) {
     const std::lock_guard<std::mutex> lock(captures_mutex);
@@ -159,7 +158,8 @@ int resident_blocks(int device, const void*, unsigned threads, size_t shared_byt
     return emulator::resident_blocks(threads, shared_bytes, settings().multiprocessors);
 }
 
-const char* runtime_description() { return "emulated on the CPU"; }
+const char* runtime_version() { return "emulated"; }
+const char* runtime_targets() { return ""; }
 
 }  // namespace cuda
 
