@@ -37,13 +37,14 @@ KERNELS = {
     "reduce_scatter_kernel": SUMMED,
     "reduce_scatter_one_shot_kernel": SUMMED,
     "all_gather_kernel": (),
+    "prepare_kernel": (),  # of rs_adam_ag's lists
     "rs_adam_ag_kernel": FLOATS,
     "barrier_kernel": (),
 }
 # The same of csrc/nccl: NCCL's headers say how they access peers.
 NCCL_KERNELS = {"nccl_pointers_kernel": (), "nccl_barrier_kernel": ()}
 # Those that move no data between ranks.
-ONLY_SIGNALS = {"barrier_kernel", *NCCL_KERNELS}
+NO_DATA = {"barrier_kernel", "prepare_kernel", *NCCL_KERNELS}
 DTYPES = {
     "float": "f32",
     "coconet::bf16_t": "bf16",
@@ -85,7 +86,16 @@ def compile_one(toolkit: cuda_toolkit.Toolkit, source: Path, target: str, cubin:
     """Resources by mangled name, as ptxas tells them."""
     cubin.parent.mkdir(parents=True, exist_ok=True)
     flags = cuda_toolkit.nvcc_flags([target], werror=True)
-    command = [toolkit.nvcc, *flags, *extra, "--resource-usage", "--cubin", str(source), "-o", str(cubin)]
+    command = [
+        toolkit.nvcc,
+        *flags,
+        *extra,
+        "--resource-usage",
+        "--cubin",
+        str(source),
+        "-o",
+        str(cubin),
+    ]
     result = subprocess.run(command, text=True, capture_output=True)
     if result.returncode:
         raise SystemExit(f"{source} for {target}:\n{result.stdout}{result.stderr}")
@@ -125,7 +135,9 @@ def disassembled(cuobjdump: str, cubin: Path) -> dict[str, str]:
     if result.returncode:
         raise SystemExit(f"cuobjdump {cubin}: {result.stdout}{result.stderr}")
     # An instruction's line, without the encoding that goes on in the next.
-    lines = re.findall(r"^\s*(?:Function : \w+|/\*[0-9a-f]{4,}\*/.*?;)", result.stdout, re.MULTILINE)
+    lines = re.findall(
+        r"^\s*(?:Function : \w+|/\*[0-9a-f]{4,}\*/.*?;)", result.stdout, re.MULTILINE
+    )
     parts = re.split(r"^\s*Function : (\w+)$", "\n".join(lines), flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
@@ -147,7 +159,7 @@ def problems_of(row: dict, sass: str) -> list[str]:
         found.append(f"{row['spills']} bytes of spills")
     if local := re.findall(LOCAL_MEMORY, sass):
         found.append(f"{len(local)} accesses to local memory")
-    if row["kernel"] not in ONLY_SIGNALS:
+    if row["kernel"] not in NO_DATA:
         found += [f"lacks {rule}" for rule, text in PEER_RULES.items() if not re.search(text, sass)]
     return found
 
