@@ -226,7 +226,8 @@ def main() -> None:
             row = {"kernel": kernel, "dtype": dtype, "target": target, **kernels[name]}
             row |= {"file": str(source), "signature": signature}
             rows.append(row)
-            problems += [f"{target}: {signature}: {p}" for p in problems_of(row, sass[name])]
+            if found := problems_of(row, sass[name]):
+                problems.append(f"{target}: {kernel} {dtype}: {', '.join(found)}")
         return rows, problems
 
     jobs = [(source, target) for source in sources for target in TARGETS]
