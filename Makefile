@@ -15,12 +15,8 @@ SHELL := bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-<<<<<<< HEAD
-CPP := $(shell find csrc python -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' 2>/dev/null)
-=======
 CPP := $(shell find csrc python -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' \
     2>/dev/null)
->>>>>>> 05a5d091cf2d9fde8d92bdfda82095fdb7e23979
 # Folders too: their time changes when a file is added or deleted.
 CPP_DIRS := $(shell find csrc python -type d -not -name __pycache__ 2>/dev/null)
 BENCH_ARGS ?=
