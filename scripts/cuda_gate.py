@@ -30,13 +30,14 @@ TARGETS = ("sm_80", "sm_90a", "sm_100a")
 
 SUMMED = ("f32", "bf16", "f16", "f64", "i64", "i32")
 FLOATS = ("f32", "bf16", "f16")
+WIDTHS = ("u8", "u16", "i32", "i64")  # where only the size of an element matters
 # Kernels by name, with the dtypes that their first template argument has; () where it has none.
 KERNELS = {
     "all_reduce_kernel": SUMMED,
     "all_reduce_one_shot_kernel": SUMMED,
     "reduce_scatter_kernel": SUMMED,
     "reduce_scatter_one_shot_kernel": SUMMED,
-    "all_gather_kernel": (),
+    "all_gather_kernel": WIDTHS,
     "prepare_kernel": (),  # of rs_adam_ag's lists
     "rs_adam_ag_kernel": FLOATS,
     "barrier_kernel": (),
@@ -50,7 +51,9 @@ DTYPES = {
     "coconet::bf16_t": "bf16",
     "coconet::f16_t": "f16",
     "double": "f64",
-    # Unsigned, since overflow must wrap.
+    "unsigned char": "u8",
+    "unsigned short": "u16",
+    # Sums of integers are unsigned ones, since overflow must wrap.
     "unsigned long": "i64",
     "unsigned int": "i32",
 }
