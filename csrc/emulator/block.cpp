@@ -135,9 +135,7 @@ void* Block::shared_variable(const void* key, size_t bytes, size_t align) {
 
 Warp& Block::warp() { return *warps_[current->number / kWarp]; }
 
-Thread& Block::lane(unsigned lane) {
-    return *threads_[current->number / kWarp * kWarp + lane];
-}
+Thread& Block::lane(unsigned lane) { return *threads_[current->number / kWarp * kWarp + lane]; }
 
 // --- reports -------------------------------------------------------------------------------------
 
@@ -147,22 +145,22 @@ std::string describe_thread(const Thread& thread) {
     if (thread.state == Thread::ended) return "ended";
     if (!thread.place.what) return "not yet waited";
     return std::string(thread.state == Thread::waiting ? "waits in " : "ready, last in ") +
-           thread.place.what + " at " + thread.place.file + ":" +
-           std::to_string(thread.place.line);
+           thread.place.what + " at " + thread.place.file + ":" + std::to_string(thread.place.line);
 }
 
 }  // namespace
 
 std::string Block::describe() const {
     std::string text = "  block (" + std::to_string(index.x) + ", " + std::to_string(index.y) + ")";
-    if (&current->block == this) text += ", reported by its thread " + std::to_string(current->number);
+    if (&current->block == this)
+        text += ", reported by its thread " + std::to_string(current->number);
     text += "\n";
     for (unsigned first = 0, end; first < shape.x; first = end) {
         const std::string line = describe_thread(*threads_[first]);
         for (end = first + 1; end < shape.x && describe_thread(*threads_[end]) == line;) ++end;
-        text += end - first == 1 ? "    thread " + std::to_string(first)
-                                 : "    threads " + std::to_string(first) + " to " +
-                                       std::to_string(end - 1);
+        text += end - first == 1
+                    ? "    thread " + std::to_string(first)
+                    : "    threads " + std::to_string(first) + " to " + std::to_string(end - 1);
         text += ": " + line + "\n";
     }
     return text;

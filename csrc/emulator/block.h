@@ -1,5 +1,5 @@
-// A resident block: its threads, barrier and shared memory. Kept in a pool, with its fibers and their
-// stacks, for later launches.
+// A resident block: its threads, barrier and shared memory. Kept in a pool, with its fibers and
+// their stacks, for later launches.
 #pragma once
 
 #include <cstdint>

@@ -117,7 +117,7 @@ void Grid::progress() {
 }
 
 void Grid::spin(const Place& place) {
-    current->place = place;
+    if (place.what) current->place = place;
     if (++spun_ > kSpins * (num_ready_ + 1)) {
         spun_ = 0;
         rest();

@@ -30,7 +30,7 @@ class Grid {
     void run(unsigned resident);
 
     // --- for the current thread ---
-    // Lets the other ready threads run.
+    // Lets the other ready threads run. Without a place, the last one stays on record.
     void spin(const Place& place);
     // Now and then, if there is a seed: as spin, but no sign of waiting.
     void perturb();
@@ -55,9 +55,9 @@ class Grid {
     void rest();
 
     Fiber host_;
-    std::vector<Block*> blocks_;      // the resident ones
-    Block* ended_block_ = nullptr;    // why the host goes on
-    uint64_t random_;                 // 0: in order
+    std::vector<Block*> blocks_;    // the resident ones
+    Block* ended_block_ = nullptr;  // why the host goes on
+    uint64_t random_;               // 0: in order
 
     // The ready threads: a ring, large enough for all.
     std::vector<Thread*> ready_;

@@ -127,8 +127,7 @@ void zero_async(void* p, int64_t bytes, Stream stream) {
     if (bytes > 0) run_or_capture(stream, [=] { memset(p, 0, static_cast<size_t>(bytes)); });
 }
 void synchronize(Stream stream) {
-    if (capturing(stream))
-        raise("synchronize", "operation not permitted when stream is capturing");
+    if (capturing(stream)) raise("synchronize", "operation not permitted when stream is capturing");
 }
 bool capturing(Stream stream) {
     const std::lock_guard<std::mutex> lock(captures_mutex);
