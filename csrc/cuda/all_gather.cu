@@ -13,17 +13,24 @@ namespace coconet::cuda {
 
 namespace {
 
-// The cut of the result; false when the shards don't add up to it, which is recorded.
+// The cut of the result; false when the shards don't add up to what some rank expects, which is
+// recorded.
 COCONET_DEVICE bool find_slices(const Channel& channel, const Mail& mine, DimSlices* slices) {
     const int r = static_cast<int>(threadIdx.x);
-    if (r < channel.world) slices->begins[r + 1] = channel.mail(r, mine).operands[2];
+    int64_t expected = 0;
+    if (r < channel.world) {
+        const Mail mail = channel.mail(r, mine);
+        expected = mail.operands[1];
+        slices->begins[r + 1] = mail.operands[2];
+    }
     __syncthreads();
     if (r == 0) {
         slices->begins[0] = 0;
         for (int i = 0; i < channel.world; ++i) slices->begins[i + 1] += slices->begins[i];
     }
     __syncthreads();
-    if (slices->begins[channel.world] == slices->dim) return true;
+    const bool differs = r < channel.world && expected != slices->begins[channel.world];
+    if (!__syncthreads_or(differs)) return true;
     if (r == 0 && channel.block == 0) {
         channel.record_values(slices->dim,
                               [&](int i) { return channel.mail(i, mine).operands[2]; });

@@ -17,7 +17,8 @@ struct Launch {
 };
 
 struct RankOperands {
-    Mail mail;  // operands: input and output in the heap or kPrivate; all_gather: also the rows
+    Mail mail;  // operands: input and output in the heap or kPrivate; all_gather: input, rows of
+                // the result and of the shard
     const void* input;
     void* output;
 };

@@ -208,6 +208,7 @@ void Rank::all_gather(const Operand& shard, void* output, int64_t dim, int64_t s
     // The largest shard that the total allows, since ranks may have any number of rows.
     call.one_shot = fits_attachments(total * row * unit, total * row, 1, unit);
     RankOperands operands{};
+    operands.mail.operands[1] = total;
     operands.mail.operands[2] = shard.sizes[dim];
     Work work{{}, stream, &call, nullptr, nullptr, launch_works<GatherLaunch, launch_all_gather>};
     collective(describe_all_gather(shard, dim, size), shard, output, work, operands);

@@ -6,6 +6,16 @@
 
 namespace coconet::cuda {
 
+namespace {
+
+#if defined(COCONET_STRESS)  // the native tests: many chunks
+constexpr int64_t kChunk = 8 << 10, kOneShot = 16 << 10, kAttachment = 2 << 10;
+#else
+constexpr int64_t kChunk = 128 << 10, kOneShot = 256 << 10, kAttachment = 32 << 10;
+#endif
+
+}  // namespace
+
 LaunchConfig launch_config(const DeviceInfo& device, int ranks_on_device, int blocks, int threads) {
     LaunchConfig config;
     config.threads = threads > 0 ? threads : kMaxThreads;
@@ -16,9 +26,9 @@ LaunchConfig launch_config(const DeviceInfo& device, int ranks_on_device, int bl
     config.blocks = std::clamp(blocks > 0 ? blocks : share, 1, kMaxBlocks);
     config.unroll = 4;
     config.pack_bytes = 16;
-    config.chunk_bytes = 128 << 10;
-    config.one_shot_bytes = 256 << 10;
-    config.attachment_bytes = 32 << 10;
+    config.chunk_bytes = kChunk;
+    config.one_shot_bytes = kOneShot;
+    config.attachment_bytes = kAttachment;
     return config;
 }
 

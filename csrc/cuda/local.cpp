@@ -90,9 +90,10 @@ class Group {
 
     void close(int rank) {
         const std::lock_guard<std::mutex> lock(mutex_);
+        if (cause_) return;
         closed_[rank] = true;
         // Ranks that wait for it.
-        if (!cause_ && arrived_ > 0 && calls_[rank] == nullptr)
+        if (arrived_ > 0 && calls_[rank] == nullptr)
             cause_.emplace(ErrorKind::peer_lost,
                            "rank " + std::to_string(rank) + " closed its communicator");
         met_.notify_all();
@@ -133,7 +134,7 @@ class Group {
     }
 
     void check_open(int rank, const char* op) const {
-        if (closed_[rank] && !cause_)
+        if (closed_[rank])
             throw Error(ErrorKind::communicator,
                         std::string(op) +
                             ": the communicator is closed; first cause: close() was "
