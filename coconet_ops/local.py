@@ -207,7 +207,9 @@ def _full_device(device: torch.device | str) -> torch.device:
         raise ValueError(f"{_NAME}: device is {device}; it must be cpu or cuda")
     if not torch.cuda.is_available():
         raise CommunicatorError(f"{_NAME}: device is {device}, but torch finds no CUDA device")
-    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return torch.device(
+        "cuda", torch.cuda.current_device() if device.index is None else device.index
+    )
 
 
 def _start_and_join(
