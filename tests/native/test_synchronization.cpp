@@ -1,0 +1,154 @@
+// What the transport promises beside results: who may go on when, and in which order memory is seen.
+#include <time.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "adam.h"
+
+namespace coconet::native {
+
+namespace {
+
+const ControlBlock& control(const Communicator& comm, int rank) {
+    return *reinterpret_cast<const ControlBlock*>(comm.heap_of(rank) - kHeapOffset);
+}
+uint32_t counter(const Communicator& comm, int rank, Phase phase) {
+    return control(comm, rank).signals[phase].value.load();
+}
+
+double cpu_seconds() {
+    timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+}  // namespace
+
+CASE(barriers_order_memory) {
+    constexpr int kWorld = 3;
+    int numbers[kWorld] = {};
+    run_ranks(kWorld, [&](Communicator& comm) {
+        for (int i = 1; i <= 100; ++i) {
+            numbers[comm.rank] = i;
+            comm.barrier();
+            for (const int number : numbers) expect(number == i, "a rank left a barrier early");
+            comm.barrier();
+        }
+    });
+}
+
+// A counter that some call doesn't move falls behind, and counts as reached once it is 2^31 behind.
+CASE(no_counter_falls_behind) {
+    const Ranks ranks = local_communicators(3, options());
+    run_ranks(ranks, [&](Communicator& comm) {
+        const auto expect_in_step = [&](const std::string& call) {
+            const Phase pairs[][2] = {{kEnter, kExit}, {kPublish, kReduce}};
+            for (const auto& [one, other] : pairs)
+                if (counter(comm, comm.rank, one) != counter(comm, comm.rank, other))
+                    failed(call + " leaves " + kPhaseNames[one] + " and " + kPhaseNames[other] +
+                           " with different counts");
+            expect(counter(comm, comm.rank, kReduce) == comm.channel().chunk,
+                   "a chunk isn't counted");
+        };
+        AdamCheck adam(ranks[comm.rank], DType::f32, {9000, 20}, Place::own, 0);
+        AdamCheck other(ranks[comm.rank], DType::f32, {10 + comm.rank}, Place::own, 0);
+        for (int i = 0; i < 3; ++i) {
+            comm.barrier();
+            expect_in_step("barrier");
+            comm.ping(3);
+            expect_in_step("ping");
+            Tensor(comm, 4, {100}, Place::heap);
+            expect_in_step("empty");
+            adam.step(0, 1);
+            expect_in_step("rs_adam_ag_");
+            for (const int64_t numel : {100, 20'000})
+                for (const Place place : kPlaces) {
+                    const Reduction r{DType::f32, {numel}, false, place, 1};
+                    check_all_reduce(comm, r, i % 2 == 0);
+                    expect_in_step("all_reduce");
+                    check_reduce_scatter(comm, r, 0, Split::chunk);
+                    expect_in_step("reduce_scatter");
+                    check_all_gather(comm, DType::f32, 4, 1, {numel, 0, 1}, 1, place, 2);
+                    expect_in_step("all_gather");
+                }
+            if (comm.rank == i)
+                comm.reject(OpCode::barrier, "no such argument");
+            else
+                raised(ErrorKind::mismatch, [&] { comm.barrier(); });
+            expect_in_step("a rejected call");
+            raised(ErrorKind::mismatch, [&] { other.disagree(0); });
+            expect_in_step("a disagreement on parameters");
+            float row = 0, output[9];
+            const int64_t sizes[] = {1};
+            int64_t begins[kMaxRanks + 1];
+            raised(ErrorKind::mismatch, [&] {
+                all_gather(
+                    comm, {&row, DType::f32, 4, sizes, 1}, 0, 9, [&](int64_t) { return output; },
+                    begins);
+            });
+            expect_in_step("a disagreement on the size");
+            raised(ErrorKind::heap_exhausted, [&] { comm.empty(int64_t{1} << 40); });
+            expect_in_step("empty without room");
+        }
+    });
+}
+
+CASE(a_ping_waits_for_the_neighbour) {
+    run_ranks(2, [](Communicator& comm) {
+        for (int i = 0; i < 200; ++i) {
+            comm.ping(2);
+            expect(reached(counter(comm, 1 - comm.rank, kReduce), comm.channel().chunk),
+                   "a ping ended before the neighbour had answered");
+        }
+    });
+}
+
+// Calls of one rank run one after another, whichever thread makes them.
+CASE(calls_from_two_threads) {
+    run_ranks(2, [](Communicator& comm) {
+        const auto barriers = [&comm] {
+            for (int i = 0; i < 100; ++i) comm.barrier();
+        };
+        Threads threads;
+        threads.emplace_back(barriers);
+        barriers();
+    });
+}
+
+// Closing waits for the call that runs, and the next call fails.
+CASE(another_thread_closes) {
+    for (int i = 0; i < 5; ++i)
+        run_ranks(2, [](Communicator& comm) {
+            std::atomic<int> calls{0};
+            Threads threads;
+            threads.emplace_back([&] {
+                while (calls.load() < 20) std::this_thread::yield();
+                comm.close();
+            });
+            const std::string text = [&]() -> std::string {
+                try {
+                    while (true) {
+                        calls.fetch_add(1, std::memory_order_relaxed);
+                        comm.barrier();
+                    }
+                } catch (const Error& error) {
+                    calls = 20;
+                    return error.what();
+                }
+            }();
+            expect_in("close", text);
+        });
+}
+
+CASE(a_long_wait_sleeps) {
+    run_ranks(2, [](Communicator& comm) {
+        comm.barrier();
+        if (comm.rank == 0) std::this_thread::sleep_for(std::chrono::seconds(1));
+        const double before = cpu_seconds();
+        comm.barrier();
+        expect(cpu_seconds() - before < 0.5, "a rank that waits long should sleep");
+    });
+}
+
+}  // namespace coconet::native
