@@ -40,22 +40,32 @@ struct AdamOp {
     float* exp_avg_sq;       // own slice
     float* master;           // own slice; unused for fp32 weights
 
+    template <class Pack>
+    struct Fetched {
+        Pack w, m, v;
+    };
+
     struct Bound {
+        static constexpr bool kStreamOwn = AdamOp::kStreamOwn, kStateless = false;
         AdamConstants c;
         AdamStep step;
         float *weight, *exp_avg, *exp_avg_sq;
 
         template <class Machine, class Lanes>
-        COCONET_HD typename Machine::Pack operator()(const Machine& machine, int64_t i, Lanes lanes,
-                                                     typename Machine::Pack sum) const {
-            using Pack = typename Machine::Pack;
-            Pack w = machine.load(weight + i, lanes);
+        COCONET_HD Fetched<typename Machine::Pack> fetch(const Machine& machine, int64_t i,
+                                                         Lanes lanes) const {
+            return {machine.load(weight + i, lanes), machine.load(exp_avg + i, lanes),
+                    machine.load(exp_avg_sq + i, lanes)};
+        }
+
+        template <class Machine, class Lanes, class Pack>
+        COCONET_HD Pack apply(const Machine& machine, int64_t i, Lanes lanes,
+                              const Fetched<Pack>& old, const Pack& sum) const {
+            Pack w = old.w;
             Pack g = sum * c.grad_scale;
             if (c.l2 != 0) g = machine.fma(machine.splat(c.l2), w, g);
-            const Pack m = machine.fma(machine.splat(c.beta1), machine.load(exp_avg + i, lanes),
-                                       g * c.one_minus_beta1);
-            const Pack v = machine.fma(machine.splat(c.beta2), machine.load(exp_avg_sq + i, lanes),
-                                       g * g * c.one_minus_beta2);
+            const Pack m = machine.fma(machine.splat(c.beta1), old.m, g * c.one_minus_beta1);
+            const Pack v = machine.fma(machine.splat(c.beta2), old.v, g * g * c.one_minus_beta2);
             const Pack denominator = machine.fma(
                 machine.sqrt(v), machine.splat(step.inv_sqrt_bias2), machine.splat(c.eps));
             w = w * c.decay - (m * step.step_size) / denominator;

@@ -5,7 +5,11 @@
 
 #if defined(__CUDACC__)
 #define COCONET_HD __host__ __device__ __forceinline__
+#define COCONET_UNROLL _Pragma("unroll")
+#define COCONET_NO_UNROLL _Pragma("unroll 1")
 #else
+#define COCONET_UNROLL
+#define COCONET_NO_UNROLL
 // always_inline: files compiled for different instruction sets must not share an out-of-line copy.
 #define COCONET_HD inline __attribute__((always_inline))
 #endif
@@ -59,5 +63,29 @@ COCONET_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1)
 COCONET_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 COCONET_HD constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 COCONET_HD constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Of numbers >= 0, for code that also runs in kernels: CUDA's own 64-bit division is a function call.
+struct Division {
+    int64_t quotient, remainder;
+};
+COCONET_HD Division divide(int64_t a, int64_t b) {
+#if defined(__CUDA_ARCH__)
+    if (((a | b) >> 32) == 0) {
+        const auto q = static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+        return {q, static_cast<uint32_t>(a) - q * static_cast<uint32_t>(b)};
+    }
+    Division d{0, 0};  // digit by digit
+    COCONET_NO_UNROLL
+    for (int bit = 62; bit >= 0; --bit) {
+        d.remainder = d.remainder << 1 | (a >> bit & 1);
+        const bool one = d.remainder >= b;
+        d.quotient = d.quotient << 1 | one;
+        if (one) d.remainder -= b;
+    }
+    return d;
+#else
+    return {a / b, a % b};
+#endif
+}
 
 }  // namespace coconet

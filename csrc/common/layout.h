@@ -18,7 +18,7 @@ enum Phase : int {
 };
 constexpr const char* kPhaseNames[kNumPhases] = {"enter", "publish", "reduce", "exit"};
 
-constexpr bool reached(uint32_t seen, uint32_t want) {
+COCONET_HD constexpr bool reached(uint32_t seen, uint32_t want) {
     return static_cast<int32_t>(seen - want) >= 0;
 }
 

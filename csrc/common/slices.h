@@ -59,11 +59,15 @@ struct DimSlices {
     COCONET_HD void for_runs(int rank, int64_t from, int64_t to, F&& f) const {
         const int64_t length = rows(rank) * inner;
         const int64_t start = begins[rank] * inner;
+        if (from >= to) return;
+        auto [block, column] = divide(from, length);
+        COCONET_NO_UNROLL
         while (from < to) {
-            const int64_t block = from / length, column = from % length;
             const int64_t n = min64(length - column, to - from);
             f(Run{0, block * dim * inner + start + column, from, n});
             from += n;
+            ++block;
+            column = 0;
         }
     }
 };
@@ -83,6 +87,7 @@ struct ListSlices {
         const int64_t base = begin(rank);
         from += base;
         to += base;
+        COCONET_NO_UNROLL
         for (int32_t t = find(from); t < num_tensors && starts[t] < to; ++t) {
             const int64_t first = max64(from, starts[t]);
             const int64_t last = min64(to, starts[t] + numels[t]);

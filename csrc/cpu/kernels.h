@@ -12,6 +12,10 @@ namespace coconet {
 struct Stage {
     int64_t chunk_bytes;
     char* area[kMaxRanks];
+
+    COCONET_HD char* slot(int rank, uint32_t chunk) const {
+        return area[rank] + (chunk % kStageSlots) * kStageSlotBytes;
+    }
 };
 
 // all_reduce and reduce_scatter of one tensor.

@@ -1,8 +1,9 @@
 // The kernel table for one instruction set. Included by kernels_*.cpp inside their target pragma.
 #pragma once
 
+#include "common/staged.h"
+#include "cpu/kernels.h"
 #include "cpu/machine.h"
-#include "cpu/staged.h"
 
 namespace coconet::COCONET_ISA {
 
@@ -16,24 +17,46 @@ struct AllReduceIo {
     int world;
     bool stream;
 
-    COCONET_HD int sources(const Run& run, const T** src) const {
-        for (int r = 0; r < world; ++r) src[r] = static_cast<const T*>(args.src[r]) + run.offset;
-        return world;
+    COCONET_HD Pointers<const T> sources(const Run& run) const {
+        Pointers<const T> src;
+        for (int r = 0; r < world; ++r) src.add(static_cast<const T*>(args.src[r]) + run.offset);
+        return src;
     }
-    COCONET_HD int destinations(const Run& run, T** dst) const {
-        for (int d = 0; d < args.num_dst; ++d) dst[d] = static_cast<T*>(args.dst[d]) + run.offset;
-        return args.num_dst;
+    COCONET_HD Pointers<T> destinations(const Run& run) const {
+        Pointers<T> dst;
+        for (int d = 0; d < args.num_dst; ++d) dst.add(static_cast<T*>(args.dst[d]) + run.offset);
+        return dst;
     }
 };
 
 // The output is the slice alone.
 template <class T>
 struct ReduceScatterIo : AllReduceIo<T> {
-    COCONET_HD int destinations(const Run& run, T** dst) const {
-        dst[0] = static_cast<T*>(this->args.dst[0]) + run.index;
-        return 1;
+    COCONET_HD Pointers<T> destinations(const Run& run) const {
+        Pointers<T> dst;
+        dst.add(static_cast<T*>(this->args.dst[0]) + run.index);
+        return dst;
     }
 };
+
+// The places of the staged form, by rank; Io: who contributes.
+template <class T, class Io, class Place>
+COCONET_HD Pointers<const T> staged_sources(const Io& io, int rank, int world, const Run& run,
+                                            const Place& place) {
+    Pointers<const T> src;
+    for (int r = 0; r < world; ++r)
+        if (io.contributes(r, run.tensor)) src.add(r == rank ? io.input(run) : place(r));
+    return src;
+}
+template <class T, class Io, class Place>
+COCONET_HD Pointers<T> staged_destinations(const Io& io, int rank, int world, const Run& run,
+                                           const Place& place) {
+    Pointers<T> dst;
+    dst.add(io.output(run));
+    for (int r = 0; Io::kGather && r < world; ++r)
+        if (r != rank) dst.add(place(r));
+    return dst;
+}
 
 template <class T, bool Gather>
 struct StagedReduceIo {
@@ -41,6 +64,16 @@ struct StagedReduceIo {
     using Out = T;
     static constexpr bool kGather = Gather;
     const ReduceArgs& args;
+    int rank, world;
+
+    template <class Place>
+    COCONET_HD Pointers<const T> sources(const Run& run, const Place& place) const {
+        return staged_sources<T>(*this, rank, world, run, place);
+    }
+    template <class Place>
+    COCONET_HD Pointers<T> destinations(const Run& run, const Place& place) const {
+        return staged_destinations<T>(*this, rank, world, run, place);
+    }
 
     COCONET_HD bool contributes(int, int32_t) const { return true; }
     COCONET_HD bool anyone(int32_t) const { return true; }
@@ -60,22 +93,22 @@ struct AdamIo {
     int rank, world;
     bool stream;
 
-    COCONET_HD int sources(const Run& run, const T** src) const {
-        int n = 0;
+    COCONET_HD Pointers<const T> sources(const Run& run) const {
+        Pointers<const T> src;
         for (int r = 0; r < world; ++r) {
             const int64_t at = args.entries[r][run.tensor].gradient;
-            if (at != kAbsent) src[n++] = reinterpret_cast<T*>(args.heaps[r] + at) + run.offset;
+            if (at != kAbsent) src.add(reinterpret_cast<T*>(args.heaps[r] + at) + run.offset);
         }
-        return n;
+        return src;
     }
-    COCONET_HD int destinations(const Run& run, T** dst) const {
-        int n = 0;
-        dst[n++] = static_cast<T*>(args.weights[run.tensor]) + run.offset;
+    COCONET_HD Pointers<T> destinations(const Run& run) const {
+        Pointers<T> dst;
+        dst.add(static_cast<T*>(args.weights[run.tensor]) + run.offset);
         for (int r = 0; r < world; ++r) {
             const int64_t at = args.entries[r][run.tensor].weight;
-            if (r != rank) dst[n++] = reinterpret_cast<T*>(args.heaps[r] + at) + run.offset;
+            if (r != rank) dst.add(reinterpret_cast<T*>(args.heaps[r] + at) + run.offset);
         }
-        return n;
+        return dst;
     }
 };
 
@@ -85,7 +118,16 @@ struct StagedAdamIo {
     using Out = T;
     static constexpr bool kGather = true;
     const AdamArgs& args;
-    int world;
+    int rank, world;
+
+    template <class Place>
+    COCONET_HD Pointers<const T> sources(const Run& run, const Place& place) const {
+        return staged_sources<T>(*this, rank, world, run, place);
+    }
+    template <class Place>
+    COCONET_HD Pointers<T> destinations(const Run& run, const Place& place) const {
+        return staged_destinations<T>(*this, rank, world, run, place);
+    }
 
     COCONET_HD bool contributes(int r, int32_t tensor) const {
         return args.entries[r][tensor].gradient != kAbsent;
@@ -147,7 +189,7 @@ void with_reduce_type(DType dtype, F&& f) {
 void all_reduce(Channel& channel, const FlatSlices& slices, const ReduceArgs& args) {
     with_reduce_type(args.dtype, [&](auto type) {
         using T = typename decltype(type)::type;
-        CpuMachine<SumOf<T>> machine{channel, channel.rank};
+        const CpuMachine<SumOf<T>> machine(channel);
         rs_op_ag(machine, slices, AllReduceIo<T>{args, channel.world, args.stream},
                  reduce_op<T>(args));
     });
@@ -156,16 +198,16 @@ void all_reduce(Channel& channel, const FlatSlices& slices, const ReduceArgs& ar
 void all_reduce_staged(Channel& channel, const FlatSlices& slices, const ReduceArgs& args) {
     with_reduce_type(args.dtype, [&](auto type) {
         using T = typename decltype(type)::type;
-        CpuMachine<SumOf<T>> machine{channel, channel.rank};
-        rs_op_ag_staged(machine, slices, StagedReduceIo<T, true>{args}, reduce_op<T>(args),
-                        args.stage, args.stream);
+        const CpuMachine<SumOf<T>> machine(channel);
+        rs_op_ag_staged(machine, slices, StagedReduceIo<T, true>{args, machine.rank, machine.world},
+                        reduce_op<T>(args), args.stage, args.stream);
     });
 }
 
 void reduce_scatter(Channel& channel, const DimSlices& slices, const ReduceArgs& args) {
     with_reduce_type(args.dtype, [&](auto type) {
         using T = typename decltype(type)::type;
-        CpuMachine<SumOf<T>> machine{channel, channel.rank};
+        const CpuMachine<SumOf<T>> machine(channel);
         rs_op_ag(machine, slices, ReduceScatterIo<T>{{args, channel.world, args.stream}},
                  reduce_op<T>(args));
     });
@@ -174,7 +216,7 @@ void reduce_scatter(Channel& channel, const DimSlices& slices, const ReduceArgs&
 void reduce_one_shot(Channel& channel, const DimSlices& slices, const ReduceArgs& args) {
     with_reduce_type(args.dtype, [&](auto type) {
         using T = typename decltype(type)::type;
-        const CpuMachine<SumOf<T>> machine{channel, channel.rank};
+        const CpuMachine<SumOf<T>> machine(channel);
         reduce_slice(machine, slices, ReduceScatterIo<T>{{args, channel.world, false}},
                      reduce_op<T>(args));
     });
@@ -184,9 +226,10 @@ void reduce_one_shot(Channel& channel, const DimSlices& slices, const ReduceArgs
 void reduce_scatter_staged(Channel& channel, const DimSlices& slices, const ReduceArgs& args) {
     with_reduce_type(args.dtype, [&](auto type) {
         using T = typename decltype(type)::type;
-        CpuMachine<SumOf<T>> machine{channel, channel.rank};
-        rs_op_ag_staged(machine, slices, StagedReduceIo<T, false>{args}, reduce_op<T>(args),
-                        args.stage, args.stream);
+        const CpuMachine<SumOf<T>> machine(channel);
+        rs_op_ag_staged(machine, slices,
+                        StagedReduceIo<T, false>{args, machine.rank, machine.world},
+                        reduce_op<T>(args), args.stage, args.stream);
     });
 }
 
@@ -199,7 +242,7 @@ AdamOp<T> adam_op(const AdamArgs& args) {
 void rs_adam_ag(Channel& channel, const AdamArgs& args) {
     with_adam_type(args.dtype, [&](auto type) {
         using T = typename decltype(type)::type;
-        CpuMachine<float> machine{channel, channel.rank};
+        const CpuMachine<float> machine(channel);
         rs_op_ag(machine, args.slices, AdamIo<T>{args, channel.rank, channel.world, args.stream},
                  adam_op<T>(args));
     });
@@ -208,8 +251,8 @@ void rs_adam_ag(Channel& channel, const AdamArgs& args) {
 void rs_adam_ag_staged(Channel& channel, const AdamArgs& args) {
     with_adam_type(args.dtype, [&](auto type) {
         using T = typename decltype(type)::type;
-        CpuMachine<float> machine{channel, channel.rank};
-        rs_op_ag_staged(machine, args.slices, StagedAdamIo<T>{args, channel.world},
+        const CpuMachine<float> machine(channel);
+        rs_op_ag_staged(machine, args.slices, StagedAdamIo<T>{args, channel.rank, channel.world},
                         adam_op<T>(args), args.stage, args.stream);
     });
 }
