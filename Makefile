@@ -3,6 +3,7 @@
 # make test    set up .venv, build, run every test                      (TEST_ARGS="-k adam")
 # make native  build and run the native tests of csrc/cpu: no Python, no torch
 # make sanitize  the same plain, under ThreadSanitizer, and under AddressSanitizer with UBSan
+# make mutants   remove each synchronization once; a test must notice   (MUTANTS_ARGS="--only heap")
 # make lint | format | setup | clean
 #
 # The stamps in .venv remember what is done, so a second run starts at once.
@@ -19,10 +20,11 @@ CPP := $(shell find csrc python -name '*.h' -o -name '*.cpp' 2>/dev/null)
 CPP_DIRS := $(shell find csrc python -type d -not -name __pycache__ 2>/dev/null)
 BENCH_ARGS ?=
 TEST_ARGS ?=
+MUTANTS_ARGS ?=
 # Headers and sources outside the extension.
 CPP_TESTS := $(wildcard tests/native/*.h tests/native/*.cpp)
 
-.PHONY: bench bench-peers test native sanitize lint format setup clean
+.PHONY: bench bench-peers test native sanitize mutants lint format setup clean
 
 bench: setup
 	$(BIN)/coconet-bench all $(BENCH_ARGS)
@@ -40,6 +42,9 @@ sanitize:
 	@for mode in plain thread address; do \
 	    $(MAKE) --no-print-directory -C tests/native run MODE=$$mode; \
 	done
+
+mutants:
+	@python3 scripts/mutation_check.py $(MUTANTS_ARGS)
 
 lint: $(VENV)/.tools
 	$(BIN)/ruff check .

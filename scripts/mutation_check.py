@@ -6,11 +6,12 @@
     scripts/mutation_check.py --only staged.h --only Heap::
     scripts/mutation_check.py --sample 10  # some without a justification, others every day
 
-A site is a place in the source text that PATTERNS find: a wait, a signal, a barrier, a lock, a fence
-or a memory order. Its mutant lacks it, or is relaxed. A mutant is noticed when the suite's tests fail,
-when ThreadSanitizer reports, or when a run doesn't end. One that survives all modes and all cases
-needs a reason in tests/mutants.json. The check fails on survivors without a reason and on reasons
-without a survivor. Works in a copy of the tree in build/mutants; results are in build/mutants.json.
+A site is a place in the source text that edits() finds: a wait, a signal, a barrier, a lock, a
+fence or a memory order. Its mutant lacks it, or has a relaxed order. A mutant is noticed when the
+suite's tests fail, when ThreadSanitizer reports, or when a run doesn't end. One that survives all
+cases in all modes needs a reason in tests/mutants.json; the check fails on survivors without a
+reason and on reasons without a survivor. It works in a copy of the tree in build/mutants and writes
+its results to build/mutants.json.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ REASONS = ROOT / "tests" / "mutants.json"
 COPIED = ("csrc", "tests/native", "tests/emulator")
 
 RUN_LIMIT_S = 600  # a run that takes longer hangs
-WAIT_LIMIT_S = 10  # of a rank for its peers, in the native tests
 
 
 @dataclass
@@ -50,7 +50,6 @@ class Suite:
     build: str  # the objects of a mode, from the root
     # The likeliest to notice first.
     modes: list[str] = field(default_factory=lambda: ["thread", "plain"])
-    args: str = ""  # for every run
     # Parts of the names of the cases to try first, by pattern of the source's path.
     first: dict[str, str] = field(default_factory=dict)
     # Objects that the first cases' build leaves as they are: they don't run, or only test.
@@ -67,7 +66,6 @@ SUITES = [
         folder="tests/native",
         sources=["csrc/cpu/*.h", "csrc/cpu/*.cpp", "csrc/common/*.h"],
         build="build/native/{mode}",
-        args=f"--timeout {WAIT_LIMIT_S}",
         first={
             "*/heap.*": "blocks_freed sequences",
             "*/all_gather.cpp": "all_gather_of_many_chunks no_counter",
@@ -78,7 +76,7 @@ SUITES = [
             "*": "of_many_chunks rejections_between_calls one_rank no_counter barrier a_long",
         },
         spare=["kernels_avx*.o", "test_*.o", "adam.o", "native.o"],
-        environment={"COCONET_ISA": "portable"},
+        environment={"COCONET_ISA": "portable", "COCONET_TEST_TIMEOUT": "10"},
     ),
 ]
 
@@ -88,6 +86,8 @@ REMOVED = (
     r"|futex_\w+|flush_streaming_stores|__builtin_ia32_sfence|notify_all|notify_one|lock|join"
     r"|__syncthreads|__syncwarp|__threadfence\w*|cp_async_\w+|barrier|abandon"
 )
+# Conditions that are taken for true.
+CONDITIONS = r"wait|wait_all|wait_inputs|reached_in_time|enter|complete_outputs|claim"
 # Calls that have a weaker twin of the same arguments.
 WEAKENED = {
     "store_release": "store_relaxed",
@@ -180,9 +180,9 @@ def functions(code: str) -> list[tuple[int, int, str]]:
     return sorted(blocks)
 
 
-def statement_begin(code: str, at: int) -> int | None:
-    """Where the statement that calls the function named at `at` begins; None: it is no call, or
-    part of an expression."""
+def call_begin(code: str, at: int) -> tuple[int, str]:
+    """Where the call of the function named at `at` begins, with the object before it; and whether
+    it is a "statement", a "condition" (negated, joined, returned), or "other"."""
     while True:
         before = re.search(r"(?:\.|->|::)\s*$", code[:at])
         if not before:
@@ -192,8 +192,9 @@ def statement_begin(code: str, at: int) -> int | None:
             at = opening(code, at - 1)
         at = re.search(r"\w*$", code[:at]).start()
     rest = code[:at].rstrip()
-    keyword = re.search(r"\b(else|do|return)$", rest)
-    return at if keyword or (rest and rest[-1] in ";{})") else None
+    if re.search(r"[;{})]$|\b(else|do)$", rest):
+        return at, "statement"
+    return at, "condition" if re.search(r"!$|&&$|\|\|$|\breturn$", rest) else "other"
 
 
 def edits(code: str):
@@ -209,11 +210,14 @@ def edits(code: str):
         if (m[1] == "load") == (arguments == "") and "," not in arguments:
             order = "std::memory_order_relaxed" if not arguments else ", std::memory_order_relaxed"
             yield end, end, order, f"{m[1]} seq_cst"
-    for m in re.finditer(rf"\b({REMOVED})\s*(?:<[^;<>()]*>\s*)?(?=\()", code):
+    for m in re.finditer(rf"\b({REMOVED}|{CONDITIONS})\s*(?:<[^;<>()]*>\s*)?(?=\()", code):
         end = closing(code, m.end())
-        begin = statement_begin(code, m.start())
-        if begin is not None and code[end + 1 :].lstrip().startswith(";"):
-            yield begin, end + 1, "(void)0", m[1]
+        begin, kind = call_begin(code, m.start())
+        if kind == "condition" and re.fullmatch(CONDITIONS, m[1]):
+            yield begin, end + 1, "true", m[1]
+        elif re.search(r"\breturn\s*$", code[:begin]) or kind == "statement":
+            if code[end + 1 :].lstrip().startswith(";"):
+                yield begin, end + 1, "(void)0", m[1]
     for m in re.finditer(r"\bstd::(lock_guard|scoped_lock)\b[^;{}]*(?=;)", code):
         yield m.start(), m.end(), "(void)0", m[1]
     for m in re.finditer(rf"\b({'|'.join(WEAKENED)})\s*(?=\()", code):
@@ -238,14 +242,12 @@ def find_sites(suites: list[Suite]) -> list[Site]:
                 key = f"{where}:{what}"
                 count[key] = count.get(key, 0) + 1
                 name = f"{where}:{count[key]}:{what}"
+                if name in seen:  # by another suite
+                    name += f":{suite.name}"
+                seen.add(name)
                 line = text.count("\n", 0, begin) + 1
-                # A file of several suites: the first one answers for it.
-                if (name, line) not in seen:
-                    seen.add((name, line))
-                    shown = text.splitlines()[line - 1].strip()
-                    sites.append(
-                        Site(suite, relative, begin, end, replacement, name, line, shown)
-                    )
+                shown = text.splitlines()[line - 1].strip()
+                sites.append(Site(suite, relative, begin, end, replacement, name, line, shown))
     return sites
 
 
@@ -291,7 +293,7 @@ def make(suite: Suite, mode: str, target: str, args: str, spare: bool) -> tuple[
             command += ["-o", str(path)]
     environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "COCONET_WERROR")}
     process = subprocess.Popen(
-        [*command, f"ARGS={' '.join(filter(None, [suite.args, args]))}"],
+        [*command, f"ARGS={args}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,4 +1,4 @@
-// What the transport promises beside results: who may go on when, and in which order memory is seen.
+// What the transport promises beside results: who may go on when, who sees which memory.
 #include <time.h>
 
 #include <atomic>
