@@ -52,12 +52,15 @@ class Suite:
     modes: list[str] = field(default_factory=lambda: ["thread", "plain"])
     # Parts of the names of the cases to try first, by pattern of the source's path.
     first: dict[str, str] = field(default_factory=dict)
-    # Objects that the first cases' build leaves as they are: they don't run, or only test.
-    spare: list[str] = field(default_factory=list)
+    # Objects that the first build leaves as they are, by pattern of the source's path: they don't
+    # run, only test, or take long to compile where others show the same.
+    spare: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    unchanged: bool = True  # the spare objects are those of the unchanged sources
 
-    def first_cases(self, path: str) -> str:
-        return next((c for pattern, c in self.first.items() if fnmatch.fnmatch(path, pattern)), "")
+    @staticmethod
+    def of(table: dict[str, str], path: str) -> str:
+        return next((value for key, value in table.items() if fnmatch.fnmatch(path, key)), "")
 
 
 SUITES = [
@@ -75,7 +78,10 @@ SUITES = [
             "*/communicator.*": "rejections_between_calls one_rank no_counter ping thread barrier",
             "*": "of_many_chunks rejections_between_calls one_rank no_counter barrier a_long",
         },
-        spare=["kernels_avx*.o", "test_*.o", "adam.o", "native.o"],
+        spare={
+            "*/channel.h": "kernels_*.o test_*.o adam.o native.o",
+            "*": "kernels_avx*.o test_*.o adam.o native.o",
+        },
         environment={"COCONET_ISA": "portable", "COCONET_TEST_TIMEOUT": "10"},
     ),
 ]
@@ -194,7 +200,8 @@ def call_begin(code: str, at: int) -> tuple[int, str]:
     rest = code[:at].rstrip()
     if re.search(r"[;{})]$|\b(else|do)$", rest):
         return at, "statement"
-    return at, "condition" if re.search(r"!$|&&$|\|\|$|\breturn$", rest) else "other"
+    condition = re.search(r"!$|&&$|\|\|$|\breturn$|\b(if|while)\s*\($", rest)
+    return at, "condition" if condition else "other"
 
 
 def edits(code: str):
@@ -284,11 +291,11 @@ def copy_tree() -> None:
                 target.unlink()
 
 
-def make(suite: Suite, mode: str, target: str, args: str, spare: bool) -> tuple[int | None, str]:
+def make(suite: Suite, mode: str, target: str, args: str, spare: str) -> tuple[int | None, str]:
     """Exit status, None when it took too long, and the output. Ends at the first failed case."""
     command = ["make", "-s", "-C", str(TREE / suite.folder), target, f"MODE={mode}"]
     objects = TREE / suite.build.format(mode=mode)
-    for pattern in suite.spare if spare else []:
+    for pattern in spare.split():
         for path in objects.glob(pattern):
             command += ["-o", str(path)]
     environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "COCONET_WERROR")}
@@ -325,7 +332,7 @@ def make(suite: Suite, mode: str, target: str, args: str, spare: bool) -> tuple[
     return None if late else status, output
 
 
-def run(suite: Suite, mode: str, cases: str, spare: bool) -> Outcome:
+def run(suite: Suite, mode: str, cases: str, spare: str = "") -> Outcome:
     status, output = make(suite, mode, "build", "", spare)
     if status != 0:
         errors = [line for line in output.splitlines() if "error" in line] or ["took too long"]
@@ -349,15 +356,19 @@ def run(suite: Suite, mode: str, cases: str, spare: bool) -> Outcome:
 
 def try_mutant(site: Site) -> Outcome:
     """The first cases of the file; then, of everything rebuilt, all cases in every mode."""
-    path = TREE / site.path
+    suite, path = site.suite, TREE / site.path
+    if not suite.unchanged:
+        make(suite, suite.modes[0], "build", "", "")
+        suite.unchanged = True
     original = path.read_text()
     path.write_text(original[: site.begin] + site.replacement + original[site.end :])
     try:
-        suite = site.suite
-        outcome = run(suite, suite.modes[0], suite.first_cases(site.path), spare=True)
+        cases, spare = suite.of(suite.first, site.path), suite.of(suite.spare, site.path)
+        outcome = run(suite, suite.modes[0], cases, spare)
         for mode in suite.modes:
             if outcome.kind == "passed":
-                outcome = run(suite, mode, "", spare=False)
+                suite.unchanged = False
+                outcome = run(suite, mode, "")
         return outcome
     finally:
         path.write_text(original)
@@ -366,10 +377,10 @@ def try_mutant(site: Site) -> Outcome:
 def baseline(sites: list[Site], whole: bool) -> None:
     """Unchanged, everything passes."""
     for suite in {id(s.suite): s.suite for s in sites}.values():
-        firsts = " ".join({suite.first_cases(s.path) for s in sites if s.suite is suite})
+        firsts = " ".join({suite.of(suite.first, s.path) for s in sites if s.suite is suite})
         for mode in suite.modes if whole else suite.modes[:1]:
             begin = time.monotonic()
-            outcome = run(suite, mode, "" if whole else firsts, spare=False)
+            outcome = run(suite, mode, "" if whole else firsts)
             print(f"unchanged, {suite.name}, {mode}: {outcome.kind} "
                   f"({time.monotonic() - begin:.0f} s)", flush=True)  # fmt: skip
             if outcome.kind != "passed":
