@@ -49,9 +49,10 @@ def check_tensor(
     if x.is_nested or x.is_quantized:
         what = "nested" if x.is_nested else "quantized"
         raise TypeError(f"{op}: {name} is a {what} tensor; only plain dense tensors are supported")
-    if not x.is_cpu:
+    if x.device != comm.device:
         raise ValueError(
-            f"{op}: {name} is on device {x.device}; the {comm.backend} backend takes cpu tensors"
+            f"{op}: {name} is on device {x.device}; the {comm.backend} backend takes "
+            f"{comm.device} tensors"
         )
     if dtypes is not None and x.dtype not in dtypes:
         raise TypeError(

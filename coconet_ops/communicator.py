@@ -24,7 +24,7 @@ Group = Union["Communicator", "dist.ProcessGroup", None]
 
 _cache: dict[dist.ProcessGroup, Communicator] = {}
 _cache_lock = threading.RLock()
-_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_open: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 
 
 class Communicator:
@@ -39,6 +39,11 @@ class Communicator:
             are taken as tensors are allocated. Default: the machine's memory. Where the system's
             pool of 2 MiB pages (``vm.nr_hugepages``) has room for all of it, it lies there.
         timeout: how long any wait for a peer may last.
+
+    Attributes:
+        rank, world_size: of this rank, in the group.
+        backend: ``"shm"``, or ``"local"`` for a rank of a :class:`LocalCommunicator`.
+        device: where the heap is, and all tensors that its calls take.
 
     Raises:
         CommunicatorError: ranks on several hosts (named), more than 64 ranks, ranks that
@@ -65,12 +70,13 @@ class Communicator:
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.backend = "shm"
+        self.device = torch.device("cpu")
         self.timeout = timeout
         if self.rank < 0:
             raise ValueError("Communicator: this process is not a member of the group")
         rendezvous, host, problem = None, "", ""
         try:
-            heap_bytes, seconds = _check_limits(heap_bytes, timeout)
+            heap_bytes, seconds = check_limits(heap_bytes, timeout)
             host = _C.host_identity()
             rendezvous = _C.Rendezvous(heap_bytes)
         except (TypeError, ValueError) as error:
@@ -82,8 +88,8 @@ class Communicator:
             "host": (host, socket.gethostname()),
             "heap_bytes": heap_bytes,
             "address": rendezvous.address if rendezvous else "",
-            "cpus": _usable_cpus(),
-            "check": os.environ.get("COCONET_CHECK", "1") != "0",
+            "cpus": usable_cpus(),
+            "check": calls_are_compared(),
             "pidfd": bool(rendezvous and rendezvous.has_pidfd and _liveness != "heartbeat"),
         }
         ranks: list[dict] = _exchange(mine, group, self.world_size)
@@ -98,7 +104,7 @@ class Communicator:
                 timeout=seconds,
                 check=mine["check"],
                 first_epoch=_first_epoch,
-                oversubscribed=_oversubscribed(ranks),
+                oversubscribed=oversubscribed([r["cpus"] for r in ranks]),
             )
         except (OSError, RuntimeError) as error:
             problem = str(error)
@@ -109,9 +115,31 @@ class Communicator:
         if failed:
             self.close()
             raise CommunicatorError("Communicator: could not be created: " + "; ".join(failed))
+        self._start(dist.group.WORLD if group is None else group)
+
+    @classmethod
+    def _of_core(
+        cls,
+        core: _C.Communicator,
+        *,
+        rank: int,
+        world_size: int,
+        backend: str,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> Communicator:
+        """One that has no process group."""
+        self = cls.__new__(cls)
+        self.rank, self.world_size = rank, world_size
+        self.backend, self.device, self.timeout = backend, device, timeout
+        self._core = core
+        self._start(None)
+        return self
+
+    def _start(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
         self._id = self._core.register()
-        self._group = dist.group.WORLD if group is None else group
-        _open.add(self)
+        _open[self._id] = self
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -154,7 +182,7 @@ class Communicator:
         Args:
             size: as in ``torch.empty``, the same number of bytes on all ranks.
             dtype: default: torch's default dtype.
-            device: ``"cpu"`` or None.
+            device: that of the communicator, or None.
 
         Raises:
             MemoryError: the heap or the system has no room; on every rank.
@@ -162,8 +190,12 @@ class Communicator:
         with checks.arguments(self, "empty"):
             if len(size) == 1 and isinstance(size[0], Sequence):  # torch.Size too
                 size = tuple(size[0])
-            if device is not None and torch.device(device).type != "cpu":
-                raise ValueError(f"empty: device is {device}; the {self.backend} backend has cpu")
+            # "cuda" means this communicator's.
+            here = (self.device, torch.device(self.device.type))
+            if device is not None and torch.device(device) not in here:
+                raise ValueError(
+                    f"empty: device is {device}; the {self.backend} backend has {self.device}"
+                )
             if any(not isinstance(n, int) or n < 0 for n in size):
                 raise ValueError(f"empty: size is {size}; sizes are integers >= 0")
             dtype = dtype or torch.get_default_dtype()
@@ -185,7 +217,7 @@ class Communicator:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is in this rank's heap."""
-        return tensor.device.type == "cpu" and self._core.owns(tensor)
+        return tensor.device == self.device and self._core.owns(tensor)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -206,7 +238,7 @@ class Communicator:
         self._core.inject_fault(phase, signal)
 
 
-def _check_limits(heap_bytes: object, timeout: object) -> tuple[int, float]:
+def check_limits(heap_bytes: object, timeout: object) -> tuple[int, float]:
     """heap_bytes rounded up to huge pages, and the timeout in seconds."""
     if heap_bytes is None:
         heap_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -222,7 +254,11 @@ def _check_limits(heap_bytes: object, timeout: object) -> tuple[int, float]:
     return -(-heap_bytes // (2 << 20)) * (2 << 20), min(timeout.total_seconds(), 1e9)
 
 
-def _usable_cpus() -> tuple[set[int], float]:
+def calls_are_compared() -> bool:
+    return os.environ.get("COCONET_CHECK", "1") != "0"
+
+
+def usable_cpus() -> tuple[set[int], float]:
     """The CPUs that this process may run on, and how many of them its control group may use."""
     quota = math.inf
     try:
@@ -234,10 +270,11 @@ def _usable_cpus() -> tuple[set[int], float]:
     return os.sched_getaffinity(0), quota
 
 
-def _oversubscribed(ranks: list[dict]) -> bool:
-    """Whether some ranks must share a core: then a waiting rank lets the others run early."""
-    cpus = set().union(*(info["cpus"][0] for info in ranks))
-    return len(ranks) > min(len(cpus), *(info["cpus"][1] for info in ranks))
+def oversubscribed(ranks: list[tuple[set[int], float]]) -> bool:
+    """Whether some ranks, with these usable CPUs, must share a core: then a waiting rank lets the
+    others run early."""
+    cpus = set().union(*(usable for usable, _ in ranks))
+    return len(ranks) > min(len(cpus), *(quota for _, quota in ranks))
 
 
 def _exchange(mine: object, group: dist.ProcessGroup | None, world_size: int) -> list:
@@ -320,13 +357,18 @@ def world_size(group: Group) -> int:
 
 def by_number(number: int) -> Communicator:
     """The communicator that torch ops call by this number."""
-    for comm in _open:
-        if comm._id == number:
-            return comm
+    comm = _open.get(number)
+    if comm is not None:
+        return comm
     raise CommunicatorError(
         "coconet_ops: the communicator of this call doesn't exist any more; "
         "code that was compiled for it needs torch.compiler.reset()"
     )
+
+
+def _all_open() -> list[Communicator]:
+    # A copy of the references at once: other threads may add some meanwhile.
+    return [comm for ref in _open.valuerefs() if (comm := ref()) is not None]
 
 
 def _registered(group: dist.ProcessGroup) -> bool:
@@ -344,8 +386,8 @@ _destroy_process_group = dist.destroy_process_group
 @functools.wraps(_destroy_process_group)
 def _destroy_group_and_communicators(group: dist.ProcessGroup | None = None) -> None:
     _destroy_process_group(group)
-    for comm in list(_open):
-        if not _registered(comm._group):
+    for comm in _all_open():
+        if comm._group is not None and not _registered(comm._group):
             comm.close()
             _cache.pop(comm._group, None)
 
@@ -357,5 +399,5 @@ dist.destroy_process_group = _destroy_group_and_communicators
 
 @atexit.register
 def _close_all() -> None:
-    for comm in list(_open):
+    for comm in _all_open():
         comm.close()

@@ -39,15 +39,16 @@ class AdamState:
             check_params(self.comm, params)
         # The kernel walks memory, so all ranks use one layout per parameter: that of rank 0.
         self.layouts = _agree_on_layouts(self.comm, params)
-        self._list = _C.TensorList(self.comm._core, [p.numel() for p in params])
+        self._list = self.comm._core.tensor_list([p.numel() for p in params])
         self.dtype = params[0].dtype
-        self._layouts = _C.Layouts(self.layouts, self.dtype)
+        self._layouts = _C.Layouts(self.layouts, self.dtype, self.comm.device)
         numel = self._list.slice
-        self.exp_avg = torch.zeros(numel)
-        self.exp_avg_sq = torch.zeros(numel)
+        device = self.comm.device
+        self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self.master: torch.Tensor | None = None
         if self.dtype != torch.float32:
-            self.master = torch.zeros(numel)
+            self.master = torch.zeros_like(self.exp_avg)
             self.reload_master(params)
         self._seen: list[tuple[int, int]] = []
 
@@ -261,8 +262,9 @@ def _layout(t: torch.Tensor) -> Layout:
 def _agree_on_layouts(comm: Communicator, params: list[torch.Tensor]) -> list[Layout]:
     """Rank 0's layouts. Raises on every rank unless numbers, shapes and dtypes are equal."""
     mine = repr([(str(p.dtype), *_layout(p)) for p in params]).encode()
-    sizes = all_gather(torch.tensor([len(mine)]), group=comm).tolist()
-    texts = all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=comm)
+    sizes = all_gather(torch.tensor([len(mine)], device=comm.device), group=comm).tolist()
+    text = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(comm.device)
+    texts = all_gather(text, size=sum(sizes), group=comm)
     ranks = [ast.literal_eval(bytes(t.tolist()).decode()) for t in texts.split(sizes)]
 
     def same(what: str, values: list) -> None:
@@ -281,7 +283,7 @@ def in_layout(t: torch.Tensor, layout: Layout) -> torch.Tensor:
     """t itself where its memory has the layout, otherwise a copy that has it."""
     if t.stride() == layout[1] and not t.is_neg():
         return t
-    return torch.empty_strided(*layout, dtype=t.dtype).copy_(t.detach())
+    return torch.empty_strided(*layout, dtype=t.dtype, device=t.device).copy_(t.detach())
 
 
 def memory_order(t: torch.Tensor) -> torch.Tensor:

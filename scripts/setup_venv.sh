@@ -63,6 +63,22 @@ PY
     rm -f "$log"
 }
 
+# NCCL stays as it is where torch brought its own.
+install_cuda_tools() {
+    local nvcc kept=()
+    if ! nvcc=$("$venv/bin/python" scripts/cuda_toolkit.py 2>&1); then
+        say "$nvcc; leaving out requirements-cuda.txt"
+        return
+    fi
+    mapfile -t kept < <(sed 's/#.*//' requirements-cuda.txt)
+    if "$venv/bin/pip" show -qq nvidia-nccl-cu13 2>/dev/null; then
+        mapfile -t kept < <(printf '%s\n' "${kept[@]}" | grep -v '^nvidia-nccl')
+    fi
+    say "nvcc is $nvcc: tools of requirements-cuda.txt"
+    # shellcheck disable=SC2068  # one argument per package, no empty ones
+    "$venv/bin/pip" install -qq ${kept[@]}
+}
+
 mapfile -t missing < <(needs)
 if [[ ${1:-} == --needs ]]; then
     echo "${missing[*]}"
@@ -82,5 +98,6 @@ fi
 install_torch
 say "tools of requirements-dev.txt"
 "$venv/bin/pip" install -qq -r requirements-dev.txt
+install_cuda_tools
 torch=$("$venv/bin/python" -c 'import torch; print(torch.__version__)')
 say "done: $venv has torch $torch"

@@ -1,7 +1,7 @@
 """Cases that the tests share: shapes, layouts, inputs, the float64 oracle and the tolerances.
 
 Inputs depend only on (rank, seed), so every rank knows the inputs of all ranks and computes the
-expected result by itself.
+expected result by itself. They are on torch's default device, which is the communicator's.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ def name(dtype: torch.dtype) -> str:
 def integers(shape: Sequence[int], dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:
     """Whole numbers whose sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randint(-12, 13, tuple(shape), generator=generator).to(dtype)
+    x = torch.randint(-12, 13, tuple(shape), generator=generator, device="cpu")
+    return x.to(torch.get_default_device(), dtype)
 
 
 def normals(shape: Sequence[int], dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randn(tuple(shape), generator=generator).to(dtype)
+    x = torch.randn(tuple(shape), generator=generator, device="cpu")
+    return x.to(torch.get_default_device(), dtype)
 
 
 def reduced(inputs: Sequence[Tensor], op: str = "sum") -> Tensor:
@@ -99,7 +101,7 @@ def placed(comm, values: Tensor, placement: str, layout: str = "contiguous", mos
     """A copy of values in private memory or in the heap, and the buffer under it. Collective.
     most: elements of the largest buffer among the ranks, where they differ."""
     elements = room(values.shape, layout)
-    buffer = torch.empty(elements, dtype=values.dtype)
+    buffer = torch.empty(elements, dtype=values.dtype, device=comm.device)
     if placement != "private":
         heap = comm.empty(max(most, elements), dtype=values.dtype)[:elements]
         if placement == "heap" or comm.rank % 2 == 0:
@@ -118,7 +120,7 @@ def poison(comm, nbytes: int) -> None:
 
 def bits(x: Tensor) -> bytes:
     """The elements in order, as bytes."""
-    flat = torch.empty(x.numel(), dtype=x.dtype)
+    flat = torch.empty(x.numel(), dtype=x.dtype, device="cpu")
     flat.view(x.shape).copy_(x.detach())
     return flat.view(torch.uint8).numpy().tobytes()
 
@@ -132,8 +134,8 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: dict, what: object
     """Compares with a float64 oracle."""
     assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
     torch.testing.assert_close(
-        actual.double(),
-        expected.double(),
+        actual.cpu().double(),
+        expected.cpu().double(),
         **tolerance,
         equal_nan=True,
         msg=lambda text: f"{what}: {text}",

@@ -1,4 +1,5 @@
-"""Ranks for the tests: processes that hold one gloo group.
+"""Ranks for the tests: processes that hold one gloo group (the backend "shm"), or threads of one
+process that hold a `LocalCommunicator` (all other backends).
 
 `RankPool` reuses its processes from case to case; `run_fresh` starts new ones for cases that kill,
 stop or exit. Both fork from a server that has torch loaded, so that a rank starts in milliseconds.
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -40,26 +42,113 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 
 
+# --- backends ------------------------------------------------------------------------------------
+
+BACKENDS = ("shm", "local", "emulated", "cuda")
+
+
+def missing_backends() -> dict[str, str]:
+    """The backends that don't work here, and why."""
+    missing = {"emulated": "not built"}
+    if not torch.cuda.is_available():
+        missing["cuda"] = "torch finds no CUDA device"
+    return missing
+
+
+def _make_local(backend: str, world_size: int, heap_bytes: int, timeout: timedelta):
+    import coconet_ops as co
+
+    options = {"local": {}, "cuda": {"device": "cuda"}}[backend]
+    return co.LocalCommunicator(world_size, heap_bytes=heap_bytes, timeout=timeout, **options)
+
+
 # --- inside a rank -------------------------------------------------------------------------------
 
-_communicator = None
+_communicator = None  # of a rank that is a process
+
+
+class _Thread(threading.local):
+    """What a rank that is a thread knows."""
+
+    comm = None
+    shared: _Shared | None = None
+    others: list = []  # communicators of the running case
+
+
+_thread = _Thread()
+_seeding = threading.RLock()
+
+
+class _Shared:
+    """What ranks that are threads share: a place to exchange objects."""
+
+    def __init__(self, backend: str, world_size: int) -> None:
+        self.backend = backend
+        self.values: list[Any] = [None] * world_size
+        self.barrier = threading.Barrier(world_size)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        import coconet_ops as co
+
+        try:
+            self.barrier.wait()
+            self.values[rank] = value
+            self.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise co.PeerLostError("another rank of this case has failed") from None
+        return list(self.values)
 
 
 def communicator():
-    """This rank's communicator over the default group, shared by the cases of a pool."""
+    """This rank's communicator over all ranks, shared by the cases of a pool."""
     global _communicator
     import coconet_ops as co
 
+    if _thread.comm is not None:
+        return _thread.comm
     if _communicator is None or _communicator.closed:
         _communicator = co.Communicator(heap_bytes=HEAP_BYTES, timeout=TIMEOUT)
     return _communicator
 
 
+def new_communicator(heap_bytes: int, timeout: timedelta = TIMEOUT):
+    """Another communicator over the same ranks, for this case alone. Collective."""
+    import coconet_ops as co
+
+    if _thread.comm is None:
+        return co.Communicator(heap_bytes=heap_bytes, timeout=timeout)
+    rank, world_size = _thread.comm.rank, _thread.comm.world_size
+    made = None
+    if rank == 0:
+        made = _make_local(_thread.shared.backend, world_size, heap_bytes, timeout)
+    comm = gather_objects(made)[0].ranks[rank]
+    _thread.others.append(comm)
+    return comm
+
+
+def fused_adam(params, **options):
+    """The optimizer over this rank's communicator."""
+    import coconet_ops as co
+
+    return co.optim.DistributedFusedAdam(params, process_group=communicator(), **options)
+
+
 def gather_objects(value: Any) -> list[Any]:
-    """The value of every rank, over gloo."""
+    """The value of every rank, over gloo; of threads the objects themselves."""
+    if _thread.comm is not None:
+        return _thread.shared.gather(_thread.comm.rank, value)
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+@contextlib.contextmanager
+def seeded(seed: int):
+    """torch's default generator starts from the seed. Ranks that are threads share it, so they
+    take turns: no collective call in here."""
+    with _seeding:
+        torch.manual_seed(seed)
+        yield
 
 
 def raised(call: Callable[[], Any]) -> tuple[str, str, list[str]]:
@@ -72,13 +161,40 @@ def raised(call: Callable[[], Any]) -> tuple[str, str, list[str]]:
     return "nothing", "", []
 
 
-def _serve(rank, world_size, rendezvous, channel, stacks, environment) -> None:
+def _call(message: bytes) -> Any:
+    function, arguments = pickle.loads(message)
+    return function(*arguments)
+
+
+@contextlib.contextmanager
+def _prepared(stacks: str, environment: dict[str, str]):
+    """A process of ranks: shows its stacks when asked, ignores Ctrl-C."""
     with open(stacks, "w") as report:
         faulthandler.register(signal.SIGUSR1, file=report, all_threads=True)
         faulthandler.enable(file=report)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the test run is the parent's
         os.environ.update(environment)
         torch.set_num_threads(1)
+        yield
+
+
+def _answer(channel, call: Callable[[bytes], Any]) -> None:
+    """Answers each message with what the call returns or raises, until the parent hangs up."""
+    while True:
+        try:
+            message = channel.recv_bytes()
+        except EOFError:
+            return
+        try:
+            reply = ("value", call(message))
+        except BaseException as error:
+            reply = ("error", type(error).__name__, traceback.format_exc())
+        channel.send_bytes(pickle.dumps(reply))
+
+
+def _serve(rank, world_size, rendezvous, channel, stacks, environment) -> None:
+    """A rank that is a process."""
+    with _prepared(stacks, environment):
         dist.init_process_group(
             "gloo",
             init_method=f"file://{rendezvous}",
@@ -86,21 +202,38 @@ def _serve(rank, world_size, rendezvous, channel, stacks, environment) -> None:
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
-        while True:
-            try:
-                message = channel.recv_bytes()
-            except EOFError:
-                break
-            try:
-                function, arguments = pickle.loads(message)
-                reply = ("value", function(*arguments))
-            except BaseException as error:
-                reply = ("error", type(error).__name__, traceback.format_exc())
-            channel.send_bytes(pickle.dumps(reply))
+        _answer(channel, _call)
         if _communicator is not None:
             _communicator.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _serve_threads(backend, world_size, channel, stacks, environment) -> None:
+    """Ranks that are the threads of a process."""
+    local = None
+
+    def call(message: bytes) -> list[Any]:
+        nonlocal local
+        if local is None or local.closed:
+            local = _make_local(backend, world_size, HEAP_BYTES, TIMEOUT)
+        return local.run(_call_in_thread, _Shared(backend, world_size), message)
+
+    with _prepared(stacks, environment):
+        _answer(channel, call)
+
+
+def _call_in_thread(comm, shared: _Shared, message: bytes) -> Any:
+    _thread.comm, _thread.shared, _thread.others = comm, shared, []
+    try:
+        # So that the cases make their tensors where the communicator is.
+        with contextlib.nullcontext() if comm.device.type == "cpu" else comm.device:
+            return _call(message)
+    except BaseException:
+        shared.barrier.abort()
+        for other in _thread.others:
+            other.close()
+        raise
 
 
 # --- in the parent -------------------------------------------------------------------------------
@@ -138,22 +271,22 @@ class Ranks:
     """`world_size` processes with one gloo group; the i-th has rank i."""
 
     def __init__(self, world_size: int, environment: dict[str, str] | None = None) -> None:
-        self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="coconet-ranks-")
+        rendezvous = f"{self._folder.name}/rendezvous"
+        self._begin(
+            [(_serve, rank, world_size, rendezvous) for rank in range(world_size)],
+            environment or {},
+        )
+
+    def _begin(self, processes: list[tuple], environment: dict[str, str]) -> None:
+        self.world_size = len(processes)
         self._channels = []
         self._processes = []
-        for rank in range(world_size):
+        for rank, (serve, *arguments) in enumerate(processes):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_serve,
-                args=(
-                    rank,
-                    world_size,
-                    f"{self._folder.name}/rendezvous",
-                    theirs,
-                    self._stack_file(rank),
-                    environment or {},
-                ),
+                target=serve,
+                args=(*arguments, theirs, self._stack_file(rank), environment),
                 daemon=True,
             )
             process.start()
@@ -251,21 +384,39 @@ class Ranks:
         self._folder.cleanup()
 
 
+class ThreadRanks(Ranks):
+    """`world_size` threads of one process, which counts as a single rank here."""
+
+    def __init__(self, backend: str, world_size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="coconet-ranks-")
+        self._begin([(_serve_threads, backend, world_size)], {})
+
+    def run(self, function: Callable, *arguments: Any) -> list[Any]:
+        __tracebackhide__ = True
+        return super().run(function, *arguments)[0]
+
+
 class RankPool:
     """One set of ranks per world size, rebuilt after a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "shm") -> None:
+        self.backend = backend
         self._ranks: dict[int, Ranks] = {}
 
     def run(self, world_size: int, function: Callable, *arguments: Any) -> list[Any]:
         __tracebackhide__ = True
         if world_size not in self._ranks:
-            self._ranks[world_size] = Ranks(world_size)
+            self._ranks[world_size] = self._start(world_size)
         try:
             return self._ranks[world_size].run(function, *arguments)
         except BaseException:
             self._ranks.pop(world_size).kill()
             raise
+
+    def _start(self, world_size: int) -> Ranks:
+        if self.backend == "shm":
+            return Ranks(world_size)
+        return ThreadRanks(self.backend, world_size)
 
     def close(self) -> None:
         while self._ranks:

@@ -6,9 +6,11 @@ import cases
 import pytest
 import torch
 from cases import PLACEMENTS
-from harness import assert_same_on_all_ranks, communicator, run_fresh, values
+from harness import assert_same_on_all_ranks, communicator, new_communicator
 
 import coconet_ops as co
+
+pytestmark = pytest.mark.backends("local", "emulated", "cuda")
 
 DTYPES = (
     torch.float32,
@@ -30,9 +32,11 @@ def shard(shape, dtype, rank, seed):
     """Any bits at all: an all-gather moves data and knows no numbers."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype == torch.bool:
-        return torch.randint(2, tuple(shape), generator=generator).bool()
+        x = torch.randint(2, tuple(shape), generator=generator, device="cpu").bool()
+        return x.to(torch.get_default_device())
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator)
+    raw = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu")
+    raw = raw.to(torch.get_default_device())
     return raw.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
 
 
@@ -129,6 +133,7 @@ def large(placement):
         assert torch.equal(got, expected.float()), rank
 
 
+@pytest.mark.backends("cuda")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_tensors_larger_than_the_staging_chunks(run_few, placement):
     run_few(large, placement)
@@ -166,7 +171,7 @@ def test_conjugated_and_expanded_views(run_few):
 
 
 def sixteen():
-    comm = co.Communicator(heap_bytes=8 << 20)
+    comm = new_communicator(heap_bytes=8 << 20)
     for placement in PLACEMENTS:
         own = torch.full((comm.rank % 3, 5), comm.rank)
         x, _ = cases.placed(comm, own, placement, most=10)
@@ -175,5 +180,5 @@ def sixteen():
     comm.close()
 
 
-def test_world_size_16():
-    values(run_fresh(16, sixteen))
+def test_world_size_16(run_sixteen):
+    run_sixteen(sixteen)

@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import DTYPES, PLACEMENTS, REDUCE_DTYPES, SHAPES, TOLERANCE
-from harness import assert_same_on_all_ranks, communicator, run_fresh, values
+from harness import assert_same_on_all_ranks, communicator, new_communicator
 
 import coconet_ops as co
+
+pytestmark = pytest.mark.backends("local", "emulated", "cuda")
 
 
 def every_shape_and_layout(dtype, placement, op):
@@ -99,6 +101,7 @@ def large(dtype, placement):
     assert torch.equal(co.all_reduce_(x, group=comm), y)
 
 
+@pytest.mark.backends("cuda")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", REDUCE_DTYPES, ids=cases.name)
 def test_tensors_larger_than_the_staging_chunks(run_few, dtype, placement):
@@ -211,6 +214,7 @@ def group_arguments():
     assert torch.equal(co.all_reduce(torch.ones(5)), expected)
 
 
+@pytest.mark.backends()
 def test_group_is_a_process_group_a_communicator_or_none(run):
     run(group_arguments)
 
@@ -334,7 +338,7 @@ def test_repeated_calls_see_no_stale_data(run):
 
 
 def sixteen(placement):
-    comm = co.Communicator(heap_bytes=8 << 20)
+    comm = new_communicator(heap_bytes=8 << 20)
     digests = []
     for dtype in DTYPES:
         for shape in ((), (5,), (129,), (40, 33)):
@@ -347,6 +351,6 @@ def sixteen(placement):
     return digests
 
 
-def test_world_size_16():
+def test_world_size_16(run_sixteen):
     for placement in PLACEMENTS:
-        assert_same_on_all_ranks(values(run_fresh(16, sixteen, placement)))
+        assert_same_on_all_ranks(run_sixteen(sixteen, placement))

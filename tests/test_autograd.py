@@ -13,12 +13,19 @@ import cases
 import pytest
 import torch
 from cases import DTYPES, PLACEMENTS, TOLERANCE
-from harness import assert_same_on_all_ranks, communicator, raised, run_fresh, values
+from harness import (
+    assert_same_on_all_ranks,
+    communicator,
+    new_communicator,
+    raised,
+)
 from test_reduce_scatter import part
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import coconet_ops as co
+
+pytestmark = pytest.mark.backends("local", "emulated", "cuda")
 
 
 @dataclass
@@ -406,6 +413,7 @@ def forward_mode():
                 op.call(x)
 
 
+@pytest.mark.backends()  # torch has one level of forward mode per process
 def test_forward_mode_is_refused(run_pair):
     run_pair(forward_mode)
 
@@ -429,7 +437,7 @@ def test_bad_arguments(run_pair):
 
 
 def dies_in_backward():
-    comm = co.Communicator(heap_bytes=4 << 20)
+    comm = new_communicator(heap_bytes=4 << 20)
     x = torch.ones(5, requires_grad=True)
     y = co.copy_to_group(x, group=comm).sum()
     if comm.rank == 1:
@@ -445,7 +453,7 @@ def test_errors_of_the_backward_pass_reach_the_caller(run_pair):
 
 
 def sixteen():
-    comm = co.Communicator(heap_bytes=8 << 20)
+    comm = new_communicator(heap_bytes=8 << 20)
     for name, op in every_op(comm, 0).items():
         shape = (comm.rank % 3 if op.uneven else 20, 2)
         x = torch.ones(shape, requires_grad=True)
@@ -456,5 +464,5 @@ def sixteen():
     comm.close()
 
 
-def test_world_size_16():
-    values(run_fresh(16, sixteen))
+def test_world_size_16(run_sixteen):
+    run_sixteen(sixteen)

@@ -14,14 +14,20 @@ import torch.distributed as dist
 from cases import DTYPES, OPTIMIZER_TOLERANCE, TOLERANCE, Adam64
 from harness import (
     assert_same_on_all_ranks,
+    communicator,
+    fused_adam,
+    new_communicator,
     raised,
     run_fresh,
+    seeded,
     values,
 )
 from torch import nn
 
 import coconet_ops as co
 from coconet_ops.optim import DistributedFusedAdam
+
+pytestmark = pytest.mark.backends("local", "emulated", "cuda")
 
 STEPS = 25
 
@@ -44,7 +50,7 @@ def odd_parameters(dtype):
 
 def average_gradients(params, step, average=True):
     """(own gradients, float64 averages over the ranks) for this step."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = communicator().rank, communicator().world_size
     own, averages = [], []
     for index, p in enumerate(params):
         by_rank = [
@@ -133,7 +139,7 @@ DELIVERIES = (
 
 def follows_float64(dtype, deliver, options):
     params = odd_parameters(dtype)
-    optimizer = DistributedFusedAdam(params, lr=1e-2, weight_decay=0.125, **options)
+    optimizer = fused_adam(params, lr=1e-2, weight_decay=0.125, **options)
     oracle = Adam64(params, options.get("adam_w_mode", True), options.get("bias_correction", True))
     digests = []
     for step in range(STEPS):
@@ -174,7 +180,7 @@ def test_follows_float64_in_every_mode(run_few, dtype, options):
 
 
 def layout_by_rank(dtype, options):
-    rank = dist.get_rank()
+    rank = communicator().rank
     values = cases.normals((2, 3, 4, 5), dtype, 0, 1), cases.normals((129, 3), dtype, 0, 2)
     params = [
         nn.Parameter(
@@ -182,7 +188,7 @@ def layout_by_rank(dtype, options):
         ),
         nn.Parameter(values[1].t().contiguous().t() if rank == 0 else values[1].clone()),
     ]
-    optimizer = DistributedFusedAdam(params, lr=1e-2, **options)
+    optimizer = fused_adam(params, lr=1e-2, **options)
     oracle = Adam64(params)
     for step in range(5):
         own, averages = average_gradients(params, step)
@@ -202,7 +208,7 @@ def test_memory_formats_may_differ_between_ranks(run_few, dtype, options):
 def permuted(what):
     """The user exchanges gradients, or weights, that already lie in the heap."""
     params = [nn.Parameter(cases.normals((40,), torch.float32, 0, seed)) for seed in range(4)]
-    optimizer = DistributedFusedAdam(params, lr=1e-2)
+    optimizer = fused_adam(params, lr=1e-2)
     oracle = Adam64(params)
     for step in range(5):
         own, averages = average_gradients(params, step)
@@ -235,7 +241,7 @@ def mixed_dtypes():
     params = [
         nn.Parameter(cases.normals((130, 3), dtype, 0, seed)) for seed, dtype in enumerate(DTYPES)
     ]
-    optimizer = DistributedFusedAdam(params, lr=1e-2)
+    optimizer = fused_adam(params, lr=1e-2)
     oracle = Adam64(params)
     for step in range(STEPS):
         own, averages = average_gradients(params, step)
@@ -260,7 +266,7 @@ def several_groups(dtype):
         {"lr": 3e-3, "eps": 1e-3, "bias_correction": False},
     ]
     groups = [{"params": params[i::3], **hyper} for i, hyper in enumerate(hypers)]
-    optimizer = DistributedFusedAdam(groups, lr=1.0, weight_decay=0.05)
+    optimizer = fused_adam(groups, lr=1.0, weight_decay=0.05)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-3, 3e-3]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.05, 0.3, 0.05]
     oracles = [
@@ -287,7 +293,7 @@ def test_groups_have_their_own_hyperparameters(run_few, dtype):
 def scheduled():
     params = odd_parameters(torch.float32)
     groups = [{"params": params[:4]}, {"params": params[4:], "lr": 2e-3}]
-    optimizer = DistributedFusedAdam(groups, lr=1e-2)
+    optimizer = fused_adam(groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.SequentialLR(
         optimizer,
         [
@@ -325,7 +331,7 @@ def test_learning_rate_scheduler(run_few):
 
 def group_added_later():
     params = odd_parameters(torch.float32)
-    optimizer = DistributedFusedAdam(params[:3], lr=1e-2)
+    optimizer = fused_adam(params[:3], lr=1e-2)
     oracles = [Adam64(params[:3])]
     for step in range(10):
         if step == 4:
@@ -351,9 +357,9 @@ def test_group_added_after_construction(run_few):
 
 def some_missing(dtype):
     params = odd_parameters(dtype)
-    optimizer = DistributedFusedAdam(params, lr=1e-2, weight_decay=0.125)
+    optimizer = fused_adam(params, lr=1e-2, weight_decay=0.125)
     oracle = Adam64(params)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = communicator().rank, communicator().world_size
     for step in range(STEPS):
         optimizer.zero_grad()
         before = digest(params)
@@ -381,7 +387,7 @@ def frozen():
     params = odd_parameters(torch.float32)
     params[0].requires_grad_(False)
     params[3].requires_grad_(False)
-    optimizer = DistributedFusedAdam(params, lr=1e-2, weight_decay=0.125)
+    optimizer = fused_adam(params, lr=1e-2, weight_decay=0.125)
     before = digest(params)
     sum(p.sum() for p in params).backward()
     optimizer.step()
@@ -395,7 +401,7 @@ def test_frozen_parameters_stay(run_few):
 
 def no_gradient_at_all():
     params = odd_parameters(torch.float32)
-    optimizer = DistributedFusedAdam(params, lr=1e-2, weight_decay=0.125)
+    optimizer = fused_adam(params, lr=1e-2, weight_decay=0.125)
     before = digest(params)
     optimizer.step()
     optimizer.step()
@@ -408,10 +414,10 @@ def test_step_without_gradients_changes_nothing(run_few):
 
 def unused_branch():
     """Each rank uses another part of the model, as in conditional computation."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(world + 1))
-    optimizer = DistributedFusedAdam(branches.parameters(), lr=0.1)
+    rank, world = communicator().rank, communicator().world_size
+    with seeded(0):
+        branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(world + 1))
+    optimizer = fused_adam(branches.parameters(), lr=0.1)
     before = [digest(branch.parameters()) for branch in branches]
     for _ in range(3):
         optimizer.zero_grad()
@@ -431,10 +437,10 @@ def test_ranks_may_use_different_parts_of_the_model(run_few):
 
 
 def lives_in_the_heap():
-    comm = co.communicator()
+    comm = communicator()
     params = odd_parameters(torch.float32)
     values_before = [p.detach().clone() for p in params]
-    optimizer = DistributedFusedAdam(params, lr=1e-2)
+    optimizer = fused_adam(params, lr=1e-2)
     for p, value in zip(params, values_before, strict=True):
         assert comm.owns(p) or p.numel() == 0
         assert torch.equal(p, value) and isinstance(p, nn.Parameter) and p.is_leaf
@@ -458,15 +464,19 @@ def test_parameters_and_gradients_live_in_the_heap(run_few):
     run_few(lives_in_the_heap)
 
 
+# Python collects the garbage of all threads at once, or not: what is left in the heap is exact for
+# ranks that are processes.
+
+
 def optimizers_come_and_go():
     """What an optimizer took of the heap is free again when it is gone, though the model stays."""
-    comm = co.communicator()
+    comm = communicator()
     model = nn.Linear(1000, 100)
     for p in model.parameters():
         nn.init.ones_(p)
     allocated = []
     for _ in range(4):
-        optimizer = DistributedFusedAdam(model.parameters(), lr=1e-2)
+        optimizer = fused_adam(model.parameters(), lr=1e-2)
         model(torch.ones(1000)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -477,12 +487,13 @@ def optimizers_come_and_go():
     assert len(set(allocated)) == 1, allocated
 
 
+@pytest.mark.backends()
 def test_optimizers_of_one_model_come_and_go(run_few):
     run_few(optimizers_come_and_go)
 
 
 def small_heap():
-    with co.Communicator(heap_bytes=4 << 20) as comm:
+    with new_communicator(heap_bytes=4 << 20) as comm:
         model = nn.Sequential(nn.Linear(100, 100), nn.Linear(1000, 1500))
         for p in model.parameters():
             nn.init.ones_(p)
@@ -500,9 +511,9 @@ def test_heap_that_is_too_small_is_an_error_on_every_rank(run_few):
 
 
 def heap_does_not_grow():
-    comm = co.communicator()
+    comm = communicator()
     params = odd_parameters(torch.float32)
-    optimizer = DistributedFusedAdam(params, lr=1e-2)
+    optimizer = fused_adam(params, lr=1e-2)
     own, _ = average_gradients(params, 0)
     allocated = []
     for step in range(6):
@@ -517,6 +528,7 @@ def heap_does_not_grow():
     assert comm.heap_allocated < allocated[0]
 
 
+@pytest.mark.backends()
 def test_steps_allocate_nothing_in_the_heap(run_few):
     run_few(heap_does_not_grow)
 
@@ -551,9 +563,9 @@ def state_tensors(optimizer):
 
 
 def bytes_per_rank(dtype):
-    comm = co.communicator()
+    comm = communicator()
     params = [nn.Parameter(cases.normals((n, 100), dtype, 0, n)) for n in (1, 50, 333, 1000)]
-    optimizer = DistributedFusedAdam(params, lr=1e-2)
+    optimizer = fused_adam(params, lr=1e-2)
     sum(p.sum() for p in params).backward()
     optimizer.step()
     numel = sum(p.numel() for p in params)
@@ -566,9 +578,9 @@ def bytes_per_rank(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
-def test_state_is_one_share_per_rank(pool, dtype):
+def test_state_is_one_share_per_rank(ranks, dtype):
     for world_size in (1, 2, 4):
-        for state, numel in pool.run(world_size, bytes_per_rank, dtype):
+        for state, numel in ranks.run(world_size, bytes_per_rank, dtype):
             full = numel * 4 * (2 if dtype == torch.float32 else 3)
             assert 0.9 * full / world_size < state < 1.1 * full / world_size + 4096
 
@@ -583,7 +595,7 @@ def bert_like(width=192, layers=12, vocabulary=2000):
 
 
 def metadata():
-    with co.Communicator(heap_bytes=1 << 30) as comm:
+    with new_communicator(heap_bytes=1 << 30) as comm:
         params = [torch.zeros(shape) for shape in bert_like()]
         numel = sum(p.numel() for p in params)
         state = co.AdamState(params, group=comm)
@@ -600,8 +612,9 @@ def test_metadata_is_below_0_6_percent_of_the_parameters(run_few):
 
 
 def saved_parameter():
-    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(1000, 1000))
-    optimizer = DistributedFusedAdam(model.parameters())
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(10, 10), nn.Linear(1000, 1000))
+    optimizer = fused_adam(model.parameters())
     for tensor, limit in ((model[0].weight, 3000), (model[0].state_dict(), 4000)):
         file = io.BytesIO()
         torch.save(tensor, file)
@@ -621,7 +634,7 @@ def test_saving_a_parameter_writes_only_that_parameter(run_pair):
 
 def replaced_data(dtype):
     params = odd_parameters(dtype)
-    optimizer = DistributedFusedAdam(params, lr=1e-2, weight_decay=0.125)
+    optimizer = fused_adam(params, lr=1e-2, weight_decay=0.125)
     oracle = Adam64(params)
     for step in range(10):
         if step in (3, 6):
@@ -655,12 +668,12 @@ def replaced_by_something_else():
         (torch.ones(2, 4).half(), "TypeError"),
     ):
         params = [nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(2, 4))]
-        optimizer = DistributedFusedAdam(params)
+        optimizer = fused_adam(params)
         optimizer.step()
-        if dist.get_rank() == 1:
+        if communicator().rank == 1:
             params[1].data = value
         name, message, _ = raised(optimizer.step)
-        assert name == (error if dist.get_rank() == 1 else "MismatchError"), (name, message)
+        assert name == (error if communicator().rank == 1 else "MismatchError"), (name, message)
         assert "params[1]" in message or "parameter 1" in message, message
 
 
@@ -669,9 +682,9 @@ def test_data_replaced_by_another_shape_or_dtype_is_refused(run_few):
 
 
 def loaded_weights():
-    torch.manual_seed(1)
-    model, other = nn.Linear(7, 5), nn.Linear(7, 5)
-    optimizer = DistributedFusedAdam(model.parameters(), lr=1e-2)
+    with seeded(1):
+        model, other = nn.Linear(7, 5), nn.Linear(7, 5)
+    optimizer = fused_adam(model.parameters(), lr=1e-2)
     model.load_state_dict(other.state_dict())
     oracle = Adam64(list(other.parameters()))
     for _ in range(5):
@@ -690,7 +703,7 @@ def test_loaded_weights_are_taken_up(run_few):
 def changed_in_place(rehome, change):
     """Of 16-bit weights there is a master, which must follow."""
     p = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
-    optimizer = DistributedFusedAdam([p], lr=1e-3, rehome=rehome)
+    optimizer = fused_adam([p], lr=1e-3, rehome=rehome)
     p.grad = torch.ones_like(p)
     optimizer.step()
     new = torch.full((300,), 5.0, dtype=torch.bfloat16)
@@ -711,12 +724,12 @@ def test_changed_16_bit_weights_are_taken_up(run_few, rehome, change):
 
 
 def broadcast():
-    rank = dist.get_rank()
+    rank = communicator().rank
     params = [
         nn.Parameter(cases.normals(shape, torch.float32, rank, seed))
         for seed, shape in enumerate([(30, 3), (), (1134,)])
     ]
-    DistributedFusedAdam(params, broadcast_params=True)
+    fused_adam(params, broadcast_params=True)
     for seed, p in enumerate(params):
         assert torch.equal(p, cases.normals(p.shape, torch.float32, 0, seed))
 
@@ -730,9 +743,9 @@ def differing_among_mixed_dtypes():
         nn.Parameter(torch.ones(5, dtype=dtype))
         for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
     ]
-    if dist.get_rank() == 1:
+    if communicator().rank == 1:
         params[3].data[0] = 2
-    name, message, _ = raised(lambda: DistributedFusedAdam(params))
+    name, message, _ = raised(lambda: fused_adam(params))
     assert name == "MismatchError", (name, message)
     assert "parameter 3 of group 0" in message, message
 
@@ -743,7 +756,7 @@ def test_a_differing_parameter_is_named_by_its_place_in_the_group(run_few):
 
 def group_without_parameters():
     p = nn.Parameter(torch.ones(3))
-    optimizer = DistributedFusedAdam([{"params": [p]}, {"params": []}], lr=0.5)
+    optimizer = fused_adam([{"params": [p]}, {"params": []}], lr=0.5)
     p.sum().backward()
     optimizer.step()
     cases.assert_close(p.detach(), torch.full((3,), 0.5), {"rtol": 1e-6, "atol": 1e-6}, "parameter")
@@ -754,17 +767,17 @@ def test_a_group_may_be_empty(run_few):
 
 
 def differing_parameters(last):
-    world = dist.get_world_size()
+    world = communicator().world_size
     params = odd_parameters(torch.float32)
-    if dist.get_rank() == world - 1:
+    if communicator().rank == world - 1:
         params[4].data[2, 128 if last else 0] += 1e-3
-    name, message, _ = raised(lambda: DistributedFusedAdam(params))
+    name, message, _ = raised(lambda: fused_adam(params))
     assert name == "MismatchError", (name, message)
     assert "parameter 4" in message or "params[4]" in message, message
     assert re.search(rf"ranks? \[?{world - 1}\b", message), message
     # The same group goes on working.
     params = odd_parameters(torch.float32)
-    optimizer = DistributedFusedAdam(params)
+    optimizer = fused_adam(params)
     sum(p.sum() for p in params).backward()
     optimizer.step()
 
@@ -776,7 +789,7 @@ def test_differing_parameters_are_found_at_construction(run_few, last):
 
 def nan_parameters():
     params = [nn.Parameter(torch.tensor([1.0, float("nan"), -0.0]))]
-    DistributedFusedAdam(params)
+    fused_adam(params)
 
 
 def test_equal_nans_are_equal_parameters(run_pair):
@@ -790,7 +803,7 @@ def interface():
     model = nn.Linear(4, 4)
     for p in model.parameters():
         nn.init.ones_(p)
-    optimizer = DistributedFusedAdam(model.parameters(), lr=0.125, betas=(0.8, 0.9), eps=1e-7)
+    optimizer = fused_adam(model.parameters(), lr=0.125, betas=(0.8, 0.9), eps=1e-7)
     assert isinstance(optimizer, torch.optim.Optimizer)
     group = optimizer.param_groups[0]
     assert group["lr"] == 0.125 and group["betas"] == (0.8, 0.9) and group["eps"] == 1e-7
@@ -819,7 +832,7 @@ def test_is_a_torch_optimizer(run_few):
 
 def process_group_argument():
     group = dist.new_group([1, 2])
-    rank = dist.get_rank()
+    rank = communicator().rank
     if rank == 0:
         return None
     params = [nn.Parameter(torch.ones(100))]
@@ -841,10 +854,10 @@ def test_works_on_a_subgroup():
 
 def in_backward_of_shared_parameters():
     """A parameter used twice gets one gradient; a retained graph a second one."""
-    torch.manual_seed(0)
-    layer = nn.Linear(5, 5)
+    with seeded(0):
+        layer = nn.Linear(5, 5)
     twin = copy.deepcopy(layer)
-    optimizer = DistributedFusedAdam(layer.parameters(), lr=1e-2)
+    optimizer = fused_adam(layer.parameters(), lr=1e-2)
     for _ in range(3):
         optimizer.zero_grad()
         for p in twin.parameters():
@@ -862,9 +875,9 @@ def test_accumulation_equals_plain_autograd(run_pair):
 
 
 def gradient_clipping():
-    torch.manual_seed(0)
-    model = nn.Linear(5, 5)
-    optimizer = DistributedFusedAdam(model.parameters(), lr=1e-2)
+    with seeded(0):
+        model = nn.Linear(5, 5)
+    optimizer = fused_adam(model.parameters(), lr=1e-2)
     oracle = Adam64(list(model.parameters()))
     for _ in range(5):
         optimizer.zero_grad()
@@ -888,13 +901,13 @@ def model_outlives():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     for p in model.parameters():
         nn.init.constant_(p, 0.25)
-    optimizer = DistributedFusedAdam(model.parameters(), lr=1e-2)
+    optimizer = fused_adam(model.parameters(), lr=1e-2)
     inputs = torch.ones(3, 8)
     model(inputs).sum().backward()
     optimizer.step()
     expected = model(inputs).detach().clone()
     early = copy.deepcopy(model)
-    co.communicator().close()
+    communicator().close()
     assert torch.equal(model(inputs), expected)
     name, message, bases = raised(optimizer.step)
     assert "CommunicatorError" in bases, (name, message)
@@ -921,9 +934,9 @@ def test_model_outlives_its_communicator_and_group():
 
 
 def copied_model():
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    optimizer = DistributedFusedAdam(model.parameters(), lr=1e-2)
+    with seeded(0):
+        model = nn.Linear(8, 8)
+    optimizer = fused_adam(model.parameters(), lr=1e-2)
     copied = copy.deepcopy(model)
     assert not any(
         p.data_ptr() == q.data_ptr()
@@ -934,7 +947,7 @@ def copied_model():
     model(torch.ones(8)).sum().backward()
     optimizer.step()
     assert digest(copied.parameters()) == before
-    second = DistributedFusedAdam(copied.parameters(), lr=1e-2)
+    second = fused_adam(copied.parameters(), lr=1e-2)
     second.step()
     assert digest(copied.parameters()) == digest(model.parameters())
 
@@ -985,9 +998,9 @@ class TinyLM(nn.Module):
 def train(model, optimizer, steps=STEPS):
     losses = []
     for step in range(steps):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        start = torch.randint(50, (4, 1), generator=generator)
-        tokens = (start + torch.arange(17)) % 50
+        generator = torch.Generator().manual_seed(100 * step + communicator().rank)
+        start = torch.randint(50, (4, 1), generator=generator, device="cpu")
+        tokens = (start.to(torch.get_default_device()) + torch.arange(17)) % 50
         optimizer.zero_grad()
         logits = model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -1001,7 +1014,7 @@ def same_as_ddp():
     torch.manual_seed(3)
     fused, stock = TinyLM(), TinyLM()
     stock.load_state_dict(fused.state_dict())
-    optimizer = DistributedFusedAdam(fused.parameters(), lr=1e-3, weight_decay=0.125)
+    optimizer = fused_adam(fused.parameters(), lr=1e-3, weight_decay=0.125)
     ours = train(fused, optimizer)
     ddp = nn.parallel.DistributedDataParallel(stock)
     theirs = train(ddp, torch.optim.AdamW(stock.parameters(), lr=1e-3, weight_decay=0.125))
@@ -1012,6 +1025,7 @@ def same_as_ddp():
     return digest(fused.parameters())
 
 
+@pytest.mark.backends()
 def test_transformer_trains_as_with_ddp_and_adamw(run_few):
     assert_same_on_all_ranks(run_few(same_as_ddp))
 
@@ -1019,9 +1033,9 @@ def test_transformer_trains_as_with_ddp_and_adamw(run_few):
 def trained_bits():
     digests = []
     for _ in range(2):
-        torch.manual_seed(3)
-        model = TinyLM()
-        optimizer = DistributedFusedAdam(model.parameters(), lr=1e-3)
+        with seeded(3):
+            model = TinyLM()
+        optimizer = fused_adam(model.parameters(), lr=1e-3)
         train(model, optimizer, 5)
         digests.append(digest(model.parameters()))
     assert digests[0] == digests[1]
@@ -1033,9 +1047,9 @@ def test_training_is_deterministic(run_few):
 
 
 def half_precision_learns(dtype):
-    torch.manual_seed(3)
-    model = TinyLM().to(dtype)
-    losses = train(model, DistributedFusedAdam(model.parameters(), lr=3e-3, eps=1e-6), 40)
+    with seeded(3):
+        model = TinyLM().to(dtype)
+    losses = train(model, fused_adam(model.parameters(), lr=3e-3, eps=1e-6), 40)
     assert losses[-1] < losses[0] - 0.5, losses
     return digest(model.parameters())
 

@@ -10,13 +10,13 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from harness import communicator, raised
+from harness import communicator, fused_adam, new_communicator, raised
 from test_mismatch import Calls
 from torch import nn
 
 import coconet_ops as co
-from coconet_ops.optim import DistributedFusedAdam
 
+EVERYWHERE = pytest.mark.backends("local", "emulated")
 NAN = float("nan")
 
 
@@ -259,64 +259,64 @@ CASES = {
         TypeError,
         ("sparse|strided",),
     ),
-    "optimizer: no parameters": (lambda c: DistributedFusedAdam([]), ValueError, ("empty|param",)),
+    "optimizer: no parameters": (lambda c: fused_adam([]), ValueError, ("empty|param",)),
     "optimizer: not a leaf": (
-        lambda c: DistributedFusedAdam([leaf(3) * 2]),
+        lambda c: fused_adam([leaf(3) * 2]),
         ValueError,
         ("leaf",),
     ),
     "optimizer: not a tensor": (
-        lambda c: DistributedFusedAdam([3.0]),
+        lambda c: fused_adam([3.0]),
         TypeError,
         ("float|[Tt]ensor",),
     ),
     "optimizer: a single tensor": (
-        lambda c: DistributedFusedAdam(leaf(3)),
+        lambda c: fused_adam(leaf(3)),
         TypeError,
         ("iterable|list|[Tt]ensor",),
     ),
     "optimizer: integer parameter": (
-        lambda c: DistributedFusedAdam([torch.ones(3, dtype=torch.int32)]),
+        lambda c: fused_adam([torch.ones(3, dtype=torch.int32)]),
         TypeError,
         ("int32",),
     ),
     "optimizer: complex parameter": (
-        lambda c: DistributedFusedAdam([leaf(3, dtype=torch.complex64)]),
+        lambda c: fused_adam([leaf(3, dtype=torch.complex64)]),
         TypeError,
         ("complex64",),
     ),
     "optimizer: another device": (
-        lambda c: DistributedFusedAdam([leaf(3, device="meta")]),
+        lambda c: fused_adam([leaf(3, device="meta")]),
         ValueError,
         ("meta",),
     ),
     "optimizer: lr < 0": (
-        lambda c: DistributedFusedAdam([leaf(3)], lr=-1.0),
+        lambda c: fused_adam([leaf(3)], lr=-1.0),
         ValueError,
         ("lr|learning rate", "-1"),
     ),
     "optimizer: lr nan": (
-        lambda c: DistributedFusedAdam([leaf(3)], lr=NAN),
+        lambda c: fused_adam([leaf(3)], lr=NAN),
         ValueError,
         ("lr|learning rate", "nan"),
     ),
     "optimizer: beta = 1": (
-        lambda c: DistributedFusedAdam([leaf(3)], betas=(0.9, 1.0)),
+        lambda c: fused_adam([leaf(3)], betas=(0.9, 1.0)),
         ValueError,
         ("beta",),
     ),
     "optimizer: eps < 0": (
-        lambda c: DistributedFusedAdam([leaf(3)], eps=-1e-8),
+        lambda c: fused_adam([leaf(3)], eps=-1e-8),
         ValueError,
         ("eps",),
     ),
     "optimizer: weight_decay nan": (
-        lambda c: DistributedFusedAdam([leaf(3)], weight_decay=NAN),
+        lambda c: fused_adam([leaf(3)], weight_decay=NAN),
         ValueError,
         ("weight_decay", "nan"),
     ),
     "optimizer: lr < 0 in a group": (
-        lambda c: DistributedFusedAdam([{"params": [leaf(3)], "lr": -1.0}]),
+        lambda c: fused_adam([{"params": [leaf(3)], "lr": -1.0}]),
         ValueError,
         ("lr|learning rate", "-1"),
     ),
@@ -332,7 +332,7 @@ GOOD = {
     "empty": lambda c: c.comm.empty(3),
     "rs_adam_ag_": lambda c: c.adam(),
     "AdamState": lambda c: co.AdamState([torch.ones(3)], group=c.comm),
-    "optimizer": lambda c: DistributedFusedAdam([leaf(3)]),
+    "optimizer": lambda c: fused_adam([leaf(3)]),
 }
 
 
@@ -356,21 +356,23 @@ def says(message, words):
     return all(re.search(word, message) for word in words)
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_on_all_ranks(pool, case):
+def test_bad_input_on_all_ranks(ranks, case):
     _, error, words = CASES[case]
     names = {kind.__name__ for kind in (error if isinstance(error, tuple) else (error,))}
-    for name, message, bases in pool.run(2, reject, case, [0, 1], "private"):
+    for name, message, bases in ranks.run(2, reject, case, [0, 1], "private"):
         assert names & set(bases) and "CommunicatorError" not in bases, (name, message)
         assert says(message, words), message
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("placement", ["private", "heap"])
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_on_one_rank_reaches_the_others(pool, case, placement):
+def test_bad_input_on_one_rank_reaches_the_others(ranks, case, placement):
     _, error, words = CASES[case]
     names = {kind.__name__ for kind in (error if isinstance(error, tuple) else (error,))}
-    results = pool.run(3, reject, case, [1], placement)
+    results = ranks.run(3, reject, case, [1], placement)
     name, message, bases = results[1]
     assert names & set(bases), (name, message)
     assert says(message, words), message
@@ -383,7 +385,7 @@ def test_bad_input_on_one_rank_reaches_the_others(pool, case, placement):
 def good_then_bad_hyperparameter(key, value):
     """A hyperparameter that goes bad during training, on one rank."""
     params = [leaf(100), leaf(3, 3)]
-    optimizer = DistributedFusedAdam(params, lr=0.1)
+    optimizer = fused_adam(params, lr=0.1)
     sum(p.sum() for p in params).backward()
     optimizer.step()
     before = [cases.digest(p) for p in params]
@@ -399,6 +401,7 @@ def good_then_bad_hyperparameter(key, value):
     return name, message
 
 
+@EVERYWHERE
 @pytest.mark.parametrize(
     ("key", "value"),
     [("lr", NAN), ("lr", -1.0), ("betas", (0.9, 1.0)), ("eps", -1.0), ("weight_decay", NAN)],
@@ -412,7 +415,7 @@ def test_hyperparameter_that_goes_bad(run_few, key, value):
 
 def bad_gradient(make):
     params = [leaf(3, 3), leaf(5)]
-    optimizer = DistributedFusedAdam(params, lr=0.1)
+    optimizer = fused_adam(params, lr=0.1)
     sum(p.sum() for p in params).backward()
     before = [cases.digest(p) for p in params]
     if communicator().rank == 1:
@@ -435,6 +438,7 @@ def make_sparse_by_autograd(p):
     nn.functional.embedding(torch.tensor([1]), p, sparse=True).sum().backward()
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("make", [make_sparse, make_sparse_by_autograd])
 def test_sparse_gradient_of_the_optimizer(run_few, make):
     results = run_few(bad_gradient, make)
@@ -444,7 +448,7 @@ def test_sparse_gradient_of_the_optimizer(run_few, make):
 
 
 def after_close(kind):
-    comm = co.Communicator(heap_bytes=4 << 20)
+    comm = new_communicator(heap_bytes=4 << 20)
     x = comm.empty(10).fill_(1)
     private = torch.ones(10)
     params = [torch.ones(10)]
@@ -465,6 +469,7 @@ def after_close(kind):
     return name, message
 
 
+@EVERYWHERE
 @pytest.mark.parametrize(
     "kind",
     [
@@ -548,15 +553,16 @@ def test_group_without_this_rank(run_pair):
 def add_group(bad_rank):
     comm = communicator()
     parameter = leaf(3)
-    optimizer = DistributedFusedAdam([parameter], process_group=comm)
+    optimizer = fused_adam([parameter])
     added = parameter if comm.rank == bad_rank else leaf(2)
     name, message, _ = raised(lambda: optimizer.add_param_group({"params": [added]}))
     total = co.all_reduce(torch.ones(3), group=comm)
     return name, message, total.tolist()
 
 
-def test_bad_group_added_on_one_rank_reaches_the_others(pool):
-    results = pool.run(3, add_group, 1)
+@EVERYWHERE
+def test_bad_group_added_on_one_rank_reaches_the_others(ranks):
+    results = ranks.run(3, add_group, 1)
     assert [name for name, _, _ in results] == ["MismatchError", "ValueError", "MismatchError"]
     for _, message, total in results:
         assert "more than one parameter group" in message

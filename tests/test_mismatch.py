@@ -9,11 +9,12 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from harness import communicator, raised, run_fresh, values
+from harness import communicator, fused_adam, raised, run_fresh, values
 from torch import nn
 
 import coconet_ops as co
-from coconet_ops.optim import DistributedFusedAdam
+
+pytestmark = pytest.mark.backends("local", "emulated", "cuda")
 
 
 class Calls:
@@ -212,7 +213,7 @@ def new_state_and_step(calls, params):
 
 
 def optimizer(shapes):
-    return DistributedFusedAdam([nn.Parameter(torch.ones(shape)) for shape in shapes], lr=0.1)
+    return fused_adam([nn.Parameter(torch.ones(shape)) for shape in shapes], lr=0.1)
 
 
 def disagree(case, placement, odd):
@@ -234,9 +235,9 @@ def disagree(case, placement, odd):
 
 @pytest.mark.parametrize("placement", ["private", "heap"])
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_that_disagree_are_told_who_has_what(pool, case, placement):
+def test_ranks_that_disagree_are_told_who_has_what(ranks, case, placement):
     for world_size, odd in ((2, 1), (3, 0)):
-        results = pool.run(world_size, disagree, case, placement, odd)
+        results = ranks.run(world_size, disagree, case, placement, odd)
         _, _, (usual, unusual) = CASES[case]
         for name, message, bases in results:
             assert name == "MismatchError" and "CommunicatorError" in bases, (name, message)
@@ -305,8 +306,8 @@ def stepwise(placement):
 
 
 @pytest.mark.parametrize("placement", ["private", "heap"])
-def test_any_number_of_disagreements_does_no_harm(run, world_size, placement):
-    if world_size > 1:
+def test_any_number_of_disagreements_does_no_harm(run, placement):
+    if run.world_size > 1:
         run(stepwise, placement)
 
 

@@ -6,9 +6,11 @@ import cases
 import pytest
 import torch
 from cases import DTYPES, PLACEMENTS, REDUCE_DTYPES, SHAPES, TOLERANCE
-from harness import communicator, run_fresh, values
+from harness import communicator, new_communicator
 
 import coconet_ops as co
+
+pytestmark = pytest.mark.backends("local", "emulated", "cuda")
 
 
 def part(x, split, dim, rank, world_size):
@@ -85,14 +87,14 @@ def few_rows(split):
     return sizes
 
 
-def test_tensor_split_gives_the_first_ranks_one_row_more(pool):
-    sizes = pool.run(5, few_rows, "tensor_split")
+def test_tensor_split_gives_the_first_ranks_one_row_more(ranks):
+    sizes = ranks.run(5, few_rows, "tensor_split")
     assert [by_rank[7] for by_rank in sizes] == [2, 2, 1, 1, 1]
     assert [by_rank[3] for by_rank in sizes] == [1, 1, 1, 0, 0]
 
 
-def test_chunk_may_leave_the_last_ranks_without_rows(pool):
-    sizes = pool.run(5, few_rows, "chunk")
+def test_chunk_may_leave_the_last_ranks_without_rows(ranks):
+    sizes = ranks.run(5, few_rows, "chunk")
     assert [by_rank[7] for by_rank in sizes] == [2, 2, 2, 1, 0]
     assert [by_rank[6] for by_rank in sizes] == [2, 2, 2, 0, 0]
 
@@ -129,6 +131,7 @@ def large(dtype, placement):
     assert torch.equal(y, expected.tensor_split(world, 1)[comm.rank])
 
 
+@pytest.mark.backends("cuda")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
 def test_tensors_larger_than_the_staging_chunks(run_few, dtype, placement):
@@ -136,7 +139,7 @@ def test_tensors_larger_than_the_staging_chunks(run_few, dtype, placement):
 
 
 def sixteen():
-    comm = co.Communicator(heap_bytes=8 << 20)
+    comm = new_communicator(heap_bytes=8 << 20)
     for placement in PLACEMENTS:
         for shape in ((5,), (40, 33), (16, 3)):
             inputs = [cases.integers(shape, torch.float32, rank) for rank in range(16)]
@@ -148,5 +151,5 @@ def sixteen():
     comm.close()
 
 
-def test_world_size_16():
-    values(run_fresh(16, sixteen))
+def test_world_size_16(run_sixteen):
+    run_sixteen(sixteen)

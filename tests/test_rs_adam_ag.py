@@ -10,6 +10,8 @@ from harness import assert_same_on_all_ranks, communicator, gather_objects
 
 import coconet_ops as co
 
+pytestmark = pytest.mark.backends("local", "emulated", "cuda")
+
 STEPS = 25
 SHAPES = ((3, 5, 7), (), (0,), (1134,), (129, 3), (1,), (1023, 7), (64,), (2, 3, 4, 5))
 
@@ -104,6 +106,7 @@ def test_follows_torch_optim_in_float64(run, dtype, placement):
     assert_same_on_all_ranks(run(against_torch_optim, dtype, placement, hyper))
 
 
+@pytest.mark.backends("emulated", "cuda")
 @pytest.mark.parametrize("hyper", HYPERPARAMETERS.values(), ids=HYPERPARAMETERS)
 @pytest.mark.parametrize("placement", ["private", "heap"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
@@ -305,6 +308,7 @@ def large(dtype, placement):
     return run.digest()
 
 
+@pytest.mark.backends("cuda")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
 def test_tensors_larger_than_the_staging_chunks(run_few, dtype, placement):
@@ -325,11 +329,29 @@ def state_size(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
-def test_state_exists_for_the_own_slice_only(run, world_size, dtype):
+def test_state_exists_for_the_own_slice_only(run, dtype):
     for sizes, numel in run(state_size, dtype):
         for size in sizes:
-            assert size <= numel / world_size + 256, "more than one rank's share"
+            assert size <= numel / run.world_size + 256, "more than one rank's share"
     assert sum(sizes[0] for sizes, _ in run(state_size, dtype)) >= numel
+
+
+def other_default_dtype():
+    """State is fp32 whatever the default."""
+    params = [torch.zeros(300, dtype=torch.bfloat16)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        state = co.AdamState(params, group=communicator())
+        co.rs_adam_ag_(params, [torch.ones_like(params[0])], state, lr=0.5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert state.exp_avg.dtype == state.exp_avg_sq.dtype == state.master.dtype == torch.float32
+    assert (params[0] == -0.5).all()
+
+
+@pytest.mark.backends()  # the default is the process's
+def test_default_dtype_of_torch_does_not_matter(run_pair):
+    run_pair(other_default_dtype)
 
 
 def many_tensors():

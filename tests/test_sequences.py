@@ -9,16 +9,18 @@ import cases
 import pytest
 import torch
 from cases import DTYPES, Adam64
-from harness import assert_same_on_all_ranks
+from harness import assert_same_on_all_ranks, new_communicator
 
 import coconet_ops as co
+
+pytestmark = pytest.mark.backends("local", "emulated", "cuda")
 
 
 class Sequence:
     """The same choices on all ranks (`shared`), and some that each rank makes alone (`own`)."""
 
     def __init__(self, seed: int) -> None:
-        self.comm = co.Communicator(heap_bytes=32 << 20)
+        self.comm = new_communicator(heap_bytes=32 << 20)
         self.rank, self.world = self.comm.rank, self.comm.world_size
         self.shared = random.Random(seed)
         self.own = random.Random(1000 * seed + self.rank)

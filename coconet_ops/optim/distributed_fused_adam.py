@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,6 +24,9 @@ from ..rs_adam_ag import (
 )
 
 _NAME = "DistributedFusedAdam"
+
+# torch patches the class when its first object is made, and ranks may be threads.
+_first_object = threading.RLock()
 
 
 class _Shard:
@@ -134,7 +138,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
-        with checks.arguments(self._comm, "all_gather"):
+        with checks.arguments(self._comm, "all_gather"), _first_object:
             super().__init__(params, defaults)
         for index in range(len(self.param_groups)):
             self._adopt(index)
@@ -259,8 +263,9 @@ def _check_replaced(comm: Communicator, i: int, p: torch.Tensor, home: torch.Ten
 
 def _compare(comm: Communicator, group: int, params: list[torch.Tensor]) -> None:
     """Raises on every rank unless all ranks have the same values."""
-    hashes = torch.tensor([_C.hash_bytes(p.contiguous()) for p in params], dtype=torch.int64)
-    everyone = all_gather(hashes[None], group=comm)
+    hashes = [_C.hash_bytes(p.cpu().contiguous()) for p in params]
+    mine = torch.tensor([hashes], dtype=torch.int64, device=comm.device)
+    everyone = all_gather(mine, group=comm)
     differs = everyone != everyone[0]
     if not differs.any():
         return

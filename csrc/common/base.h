@@ -64,7 +64,8 @@ COCONET_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a,
 COCONET_HD constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 COCONET_HD constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Of numbers >= 0, for code that also runs in kernels: CUDA's own 64-bit division is a function call.
+// Of numbers >= 0, for code that also runs in kernels: CUDA's own 64-bit division is a function
+// call.
 struct Division {
     int64_t quotient, remainder;
 };

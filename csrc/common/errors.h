@@ -11,7 +11,7 @@ enum class ErrorKind { communicator, peer_lost, timeout, mismatch, heap_exhauste
 class Error : public std::runtime_error {
   public:
     Error(ErrorKind kind, const std::string& text) : std::runtime_error(text), kind(kind) {}
-    const ErrorKind kind;
+    ErrorKind kind;
 };
 
 }  // namespace coconet

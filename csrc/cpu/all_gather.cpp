@@ -8,7 +8,8 @@ namespace coconet {
 
 namespace {
 
-// What the phases need of a machine; copies are the kernels'.
+// What the phases need of a machine; copies are the kernels'. Elements are bytes: the slices'
+// inner holds the size of one.
 struct GatherMachine {
     static constexpr int part = 0, parts = 1;
     static constexpr int64_t grain = 1;
@@ -54,14 +55,9 @@ void gather(Communicator& comm, Path path, const DimSlices& slices, const char* 
 Output all_gather(Communicator& comm, const Operand& shard, int64_t dim, int64_t size,
                   const NewOutput& new_output, int64_t* begins) {
     return comm.call(OpCode::all_gather, [&]() -> Output {
-        const int64_t rows = shard.sizes[dim];
-        std::vector<int64_t> rest(shard.sizes, shard.sizes + shard.dims);
-        rest[dim] = 1;
-        DescriptorBuilder builder(OpCode::all_gather);
-        builder.add(static_cast<int64_t>(shard.dtype)).add(shard.itemsize).add(dim).add(size);
-        builder.add(rows).add_shape(rest.data(), shard.dims);
-        builder.d.operands[2] = rows;
-        const Path path = enter(comm, builder.d, shard, true);
+        Descriptor d = describe_all_gather(shard, dim, size);
+        d.operands[2] = shard.sizes[dim];
+        const Path path = enter(comm, d, shard, true);
 
         DimSlices slices{
             shard.product(0, dim), 0, shard.product(dim + 1, shard.dims) * shard.itemsize, {}};

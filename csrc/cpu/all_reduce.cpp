@@ -5,13 +5,6 @@ namespace coconet {
 
 namespace {
 
-Descriptor describe(const Operand& x, bool average, bool in_place) {
-    DescriptorBuilder builder(OpCode::all_reduce);
-    builder.add(static_cast<int64_t>(x.dtype)).add(static_cast<int64_t>(average));
-    builder.add(static_cast<int64_t>(in_place)).add_shape(x.sizes, x.dims);
-    return builder.d;
-}
-
 // Operands and outputs of all ranks are in the heap; a new output has one offset everywhere.
 void run_direct(Communicator& comm, const Operand& x, bool average, const Output& output) {
     const FlatSlices slices(x.numel(), comm.world);
@@ -49,7 +42,7 @@ void run_through_copies(Communicator& comm, Path path, const Operand& x, bool av
 
 Output all_reduce(Communicator& comm, const Operand& x, bool average, const NewOutput& new_output) {
     return comm.call(OpCode::all_reduce, [&]() -> Output {
-        Descriptor d = describe(x, average, false);
+        Descriptor d = describe_all_reduce(x, average, false);
         const Path path = enter(comm, d, x, true);
         comm.probe(x.bytes());
         Output block;
@@ -65,7 +58,7 @@ Output all_reduce(Communicator& comm, const Operand& x, bool average, const NewO
 
 void all_reduce_(Communicator& comm, const Operand& x, bool average) {
     comm.call(OpCode::all_reduce, [&] {
-        Descriptor d = describe(x, average, true);
+        Descriptor d = describe_all_reduce(x, average, true);
         const Path path = enter(comm, d, x, false);
         comm.probe(x.bytes());
         if (path == Path::direct)

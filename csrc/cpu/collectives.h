@@ -6,29 +6,11 @@
 #include <functional>
 #include <optional>
 
-#include "common/slices.h"
+#include "common/calls.h"
 #include "cpu/communicator.h"
 #include "cpu/kernels.h"
 
 namespace coconet {
-
-// A contiguous tensor.
-struct Operand {
-    void* data;
-    DType dtype;
-    int64_t itemsize;
-    const int64_t* sizes;
-    int64_t dims;
-
-    int64_t numel() const { return product(0, dims); }
-    int64_t bytes() const { return numel() * itemsize; }
-    // Of the sizes of dimensions [from, to).
-    int64_t product(int64_t from, int64_t to) const {
-        int64_t n = 1;
-        for (int64_t i = from; i < to; ++i) n *= sizes[i];
-        return n;
-    }
-};
 
 // A new output lies in the heap (block) when the input does, and elsewhere otherwise.
 using Output = std::optional<Heap::Block>;
@@ -38,9 +20,6 @@ using NewOutput = std::function<void*(int64_t size)>;
 Output all_reduce(Communicator& comm, const Operand& x, bool average, const NewOutput& new_output);
 void all_reduce_(Communicator& comm, const Operand& x, bool average);
 
-// x cut along dim at begins[0..world]; without begins as split says.
-DimSlices dim_slices(const Operand& x, int64_t dim, Split split, int world);
-DimSlices dim_slices(const Operand& x, int64_t dim, const int64_t* begins, int world);
 // The slices are equal on all ranks; split says how they were made.
 Output reduce_scatter(Communicator& comm, const Operand& x, int64_t dim, bool average, Split split,
                       const DimSlices& slices, const NewOutput& new_output);

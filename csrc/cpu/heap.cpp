@@ -7,9 +7,8 @@ namespace coconet {
 Heap::Heap(std::shared_ptr<Segment> segment, int64_t capacity)
     : segment_(std::move(segment)),
       capacity_(capacity),
-      freed_(new std::atomic<uint64_t>[kMaxBlocks / 64]()) {
-    free_[0] = capacity;
-}
+      free_(capacity),
+      freed_(new std::atomic<uint64_t>[kMaxBlocks / 64]()) {}
 
 int64_t Heap::offset_of(const void* p, int64_t bytes) const {
     // As numbers: pointers into different objects have no difference.
@@ -21,24 +20,19 @@ int64_t Heap::offset_of(const void* p, int64_t bytes) const {
 std::optional<Heap::Block> Heap::allocate(int64_t bytes) {
     const int64_t size = round_up(max64(bytes, 1), kHeapAlign);
     if (full_of_blocks()) return std::nullopt;
-    for (auto it = free_.begin(); it != free_.end(); ++it) {
-        const auto [offset, room] = *it;
-        if (room < size) continue;
-        free_.erase(it);
-        if (room > size) free_[offset + size] = room - size;
-        int slot = static_cast<int>(blocks_.size());
-        if (unused_slots_.empty()) {
-            blocks_.emplace_back();
-        } else {
-            slot = unused_slots_.back();
-            unused_slots_.pop_back();
-        }
-        blocks_[slot] = {slot, offset, size};
-        allocated_ += size;
-        high_water_ = max64(high_water_, offset + size);
-        return blocks_[slot];
+    const std::optional<int64_t> offset = free_.take(size);
+    if (!offset) return std::nullopt;
+    int slot = static_cast<int>(blocks_.size());
+    if (unused_slots_.empty()) {
+        blocks_.emplace_back();
+    } else {
+        slot = unused_slots_.back();
+        unused_slots_.pop_back();
     }
-    return std::nullopt;
+    blocks_[slot] = {slot, *offset, size};
+    allocated_ += size;
+    high_water_ = max64(high_water_, *offset + size);
+    return blocks_[slot];
 }
 
 void Heap::release(int slot) {
@@ -46,18 +40,7 @@ void Heap::release(int slot) {
     unused_slots_.push_back(slot);
     allocated_ -= block.bytes;
     freed_[slot / 64].fetch_and(~(uint64_t{1} << slot % 64), std::memory_order_relaxed);
-    auto it = free_.emplace(block.offset, block.bytes).first;
-    const auto next = std::next(it);
-    if (next != free_.end() && it->first + it->second == next->first) {
-        it->second += next->second;
-        free_.erase(next);
-    }
-    if (it == free_.begin()) return;
-    const auto previous = std::prev(it);
-    if (previous->first + previous->second == it->first) {
-        previous->second += it->second;
-        free_.erase(it);
-    }
+    free_.give_back(block.offset, block.bytes);
 }
 
 void Heap::mark_freed(int slot) {

@@ -7,12 +7,12 @@
 #pragma once
 
 #include <atomic>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <vector>
 
+#include "common/free_list.h"
 #include "common/layout.h"
 #include "cpu/segment.h"
 
@@ -57,8 +57,8 @@ class Heap {
     int64_t capacity_;
     std::atomic<int64_t> allocated_{0};  // any thread may ask
     int64_t high_water_ = 0;
-    std::map<int64_t, int64_t> free_;  // offset -> bytes, neighbours merged
-    std::vector<Block> blocks_;        // by slot; bytes == 0: unused slot
+    FreeList free_;
+    std::vector<Block> blocks_;  // by slot; bytes == 0: unused slot
     std::vector<int> unused_slots_;
     std::unique_ptr<std::atomic<uint64_t>[]> freed_;
 };

@@ -3,25 +3,11 @@
 
 namespace coconet {
 
-DimSlices dim_slices(const Operand& x, int64_t dim, const int64_t* begins, int world) {
-    DimSlices slices{x.product(0, dim), x.sizes[dim], x.product(dim + 1, x.dims), {}};
-    for (int r = 0; r <= world; ++r) slices.begins[r] = begins[r];
-    return slices;
-}
-
-DimSlices dim_slices(const Operand& x, int64_t dim, Split split, int world) {
-    int64_t begins[kMaxRanks + 1];
-    for (int r = 0; r <= world; ++r) begins[r] = split_begin(x.sizes[dim], r, world, split);
-    return dim_slices(x, dim, begins, world);
-}
-
 Output reduce_scatter(Communicator& comm, const Operand& x, int64_t dim, bool average, Split split,
                       const DimSlices& slices, const NewOutput& new_output) {
     return comm.call(OpCode::reduce_scatter, [&]() -> Output {
-        DescriptorBuilder builder(OpCode::reduce_scatter);
-        builder.add(static_cast<int64_t>(x.dtype)).add(static_cast<int64_t>(average));
-        builder.add(static_cast<int64_t>(split)).add(dim).add_shape(x.sizes, x.dims);
-        const Path path = enter(comm, builder.d, x, true);
+        Descriptor d = describe_reduce_scatter(x, dim, average, split);
+        const Path path = enter(comm, d, x, true);
         comm.probe(x.bytes());
 
         int64_t longest = 0;

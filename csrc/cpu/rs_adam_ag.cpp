@@ -10,16 +10,12 @@
 namespace coconet {
 
 TensorList::TensorList(std::shared_ptr<Communicator> c, std::vector<int64_t> n)
-    : comm(std::move(c)), numels(std::move(n)), steps(numels.size(), 0), heap_(comm->heap()) {
-    total = 0;
-    for (const int64_t numel : numels) {
-        starts.push_back(total);
-        total += round_up(numel, kSliceAlign);
-    }
-    slice = aligned_slice(total, comm->world);
-    constants.resize(numels.size());
-    table_ = comm->empty(2 * static_cast<int64_t>(numels.size() * sizeof(TensorEntry)));
-}
+    : ListLayout(std::move(n), c->world),
+      comm(std::move(c)),
+      steps(numels.size(), 0),
+      constants(numels.size()),
+      heap_(comm->heap()),
+      table_(comm->empty(2 * static_cast<int64_t>(numels.size() * sizeof(TensorEntry)))) {}
 
 TensorList::~TensorList() { heap_->mark_freed(table_.slot); }
 
@@ -82,30 +78,6 @@ void count_steps(TensorList& list, const AdamHyper& hyper, const TensorEntry* co
     }
 }
 
-AdamConstants adam_constants(const AdamHyper& h, int world) {
-    AdamConstants c;
-    c.grad_scale = h.average_grads ? 1.0f / world : 1.0f;
-    c.l2 = h.adam_w_mode ? 0.0f : static_cast<float>(h.weight_decay);
-    c.decay = h.adam_w_mode ? static_cast<float>(1 - h.lr * h.weight_decay) : 1.0f;
-    c.beta1 = static_cast<float>(h.beta1);
-    c.beta2 = static_cast<float>(h.beta2);
-    c.one_minus_beta1 = static_cast<float>(1 - h.beta1);
-    c.one_minus_beta2 = static_cast<float>(1 - h.beta2);
-    c.eps = static_cast<float>(h.eps);
-    return c;
-}
-
-Descriptor describe(const TensorList& list, DType dtype, const AdamHyper& h, bool in_heap) {
-    DescriptorBuilder b(OpCode::rs_adam_ag);
-    b.add(static_cast<int64_t>(dtype)).add(static_cast<int64_t>(list.size()));
-    b.add(h.lr).add(h.beta1).add(h.beta2).add(h.eps).add(h.weight_decay);
-    b.add(static_cast<int64_t>(h.adam_w_mode)).add(static_cast<int64_t>(h.bias_correction));
-    b.add(static_cast<int64_t>(h.average_grads));
-    b.d.operands[0] = in_heap;
-    b.d.operands[1] = list.table(list.comm->channel().next_epoch());
-    return b.d;
-}
-
 }  // namespace
 
 void rs_adam_ag(TensorList& list, DType dtype, const std::vector<void*>& weights,
@@ -115,7 +87,10 @@ void rs_adam_ag(TensorList& list, DType dtype, const std::vector<void*>& weights
     comm.call(OpCode::rs_adam_ag, [&] {
         const int64_t itemsize = dtype == DType::f32 ? 4 : 2;
         const bool in_heap = publish_table(list, itemsize, weights, gradients);
-        comm.enter(describe(list, dtype, hyper, in_heap));
+        Descriptor d = describe_rs_adam_ag(dtype, list.size(), hyper);
+        d.operands[0] = in_heap;
+        d.operands[1] = list.table(comm.channel().next_epoch());
+        comm.enter(d);
 
         AdamArgs args;
         args.slices = list.slices();

@@ -4,13 +4,13 @@
 
 #include <vector>
 
-#include "common/adam.h"
+#include "common/calls.h"
 #include "cpu/communicator.h"
 
 namespace coconet {
 
-// How a list of tensors is cut into slices, and where its tensors are on each rank.
-class TensorList {
+// A list's layout, and where its tensors are on each rank.
+class TensorList : public ListLayout {
   public:
     // Collective: takes room for the ranks' tables in the heap.
     TensorList(std::shared_ptr<Communicator> comm, std::vector<int64_t> numels);
@@ -18,13 +18,7 @@ class TensorList {
     TensorList(const TensorList&) = delete;
     TensorList& operator=(const TensorList&) = delete;
 
-    int size() const { return static_cast<int>(numels.size()); }
-    ListSlices slices() const { return {starts.data(), numels.data(), size(), total, slice}; }
-
     const std::shared_ptr<Communicator> comm;
-    const std::vector<int64_t> numels;
-    std::vector<int64_t> starts;
-    int64_t total, slice;
     std::vector<int64_t> steps;  // updates done, per tensor
     std::vector<AdamStep> constants;
     // Two tables of entries, by parity of the call.
@@ -35,11 +29,6 @@ class TensorList {
   private:
     std::shared_ptr<Heap> heap_;
     Heap::Block table_;
-};
-
-struct AdamHyper {
-    double lr, beta1, beta2, eps, weight_decay;
-    bool adam_w_mode, bias_correction, average_grads;
 };
 
 // weights, gradients: own memory, per tensor; a gradient may be nullptr. State: the own slice.

@@ -25,25 +25,29 @@ COCONET_DEVICE bool find_slices(const Channel& channel, const Mail& mine, DimSli
     __syncthreads();
     if (slices->begins[channel.world] == slices->dim) return true;
     if (r == 0 && channel.block == 0) {
-        channel.record_values(slices->dim, [&](int i) { return channel.mail(i, mine).operands[2]; });
+        channel.record_values(slices->dim,
+                              [&](int i) { return channel.mail(i, mine).operands[2]; });
     }
     channel.leave();
     return false;
 }
 
+// T: an unsigned integer, a unit of the slices.
+template <class T>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     all_gather_kernel(const __grid_constant__ GatherLaunch launch) {
     const Channel channel(launch.segments);
     const RankOperands& mine = own_operands(launch);
     const GatherCall& call = launch.common;
-    const auto* shard = static_cast<const char*>(mine.input);
-    auto* output = static_cast<char*>(mine.output);
+    const auto* shard = static_cast<const T*>(mine.input);
+    auto* output = static_cast<T*>(mine.output);
     const Team team = Team::block(call.grain);
-    const CudaMachine<char, kReduceUnroll> machine(channel, team);
-    const int64_t own_bytes = call.slices.outer * mine.mail.operands[2] * call.slices.inner;
-    const Share own = share_of(machine, own_bytes);
+    const CudaMachine<T, 1> machine(channel, team);
+    const auto attachment = [&](int r) { return reinterpret_cast<T*>(channel.attachment(r)); };
+    const Share own =
+        share_of(machine, call.slices.outer * mine.mail.operands[2] * call.slices.inner);
     if (call.one_shot)
-        machine.copy(channel.attachment(channel.rank), shard + own.from, own.to - own.from, false);
+        machine.copy(attachment(channel.rank), shard + own.from, own.to - own.from, false);
     if (!channel.enter(mine.mail, launch.descriptor)) return;
 
     COCONET_SHARED(DimSlices, slices);
@@ -56,16 +60,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     COCONET_SHARED(Places, places);
     const bool direct = find_places(channel, mine.mail, false, &places);
     if (call.one_shot) {
-        gather_whole(
-            machine, slices,
-            [&](int r) {
-                return channel.attachment(r) - share_of(machine, slices.size(r)).from;
-            },
-            output, false);
+        const auto shard_of = [&](int r) -> const T* {
+            return attachment(r) - share_of(machine, slices.size(r)).from;
+        };
+        gather_whole(machine, slices, shard_of, output, false);
         channel.leave();
     } else if (direct) {
-        gather_whole(
-            machine, slices, [&](int r) { return places.input[r]; }, output, false);
+        const auto shard_of = [&](int r) { return reinterpret_cast<const T*>(places.input[r]); };
+        gather_whole(machine, slices, shard_of, output, false);
         channel.complete_outputs();
     } else {
         gather_staged(machine, slices, shard, output, Stage(channel), false);
@@ -75,7 +77,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 }  // namespace
 
 void launch_all_gather(const GatherLaunch& call, const LaunchShape& shape, Stream stream) {
-    launch(all_gather_kernel, shape, stream, call);
+    switch (call.common.unit) {
+        case 8:
+            return launch(all_gather_kernel<uint64_t>, shape, stream, call);
+        case 4:
+            return launch(all_gather_kernel<uint32_t>, shape, stream, call);
+        case 2:
+            return launch(all_gather_kernel<uint16_t>, shape, stream, call);
+        default:
+            return launch(all_gather_kernel<uint8_t>, shape, stream, call);
+    }
 }
 
 }  // namespace coconet::cuda

@@ -160,8 +160,7 @@ class Channel {
         if (report == nullptr) return;
         report->tensor = -1;
         for (int r = 0; r < world; ++r) {
-            const auto* from =
-                reinterpret_cast<const int64_t*>(&pad(rank).descriptors[parity][r]);
+            const auto* from = reinterpret_cast<const int64_t*>(&pad(rank).descriptors[parity][r]);
             auto* to = reinterpret_cast<int64_t*>(&report->descriptors[r]);
             for (size_t i = 0; i < sizeof(Descriptor) / sizeof(int64_t); ++i)
                 to[i] = load_peer(from + i);

@@ -31,7 +31,9 @@ struct ReduceCall {
 };
 
 struct GatherCall {
-    DimSlices slices;  // in bytes; dim: rows of the result; begins follow from the ranks' rows
+    // In units of 1, 2, 4 or 8 bytes; dim: rows of the result. begins follow from the ranks' rows.
+    DimSlices slices;
+    int32_t unit;
     int64_t grain;
     bool one_shot;
 };

@@ -1,4 +1,5 @@
-// Launches a kernel through a function call, so that the same text runs on CUDA and in the emulator.
+// Launches a kernel through a function call, so that the same text runs on CUDA and in the
+// emulator.
 //
 // A kernel takes one struct, by value:
 //   template <...> __global__ void __launch_bounds__(512) kernel(const __grid_constant__ Params p)

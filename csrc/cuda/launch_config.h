@@ -20,9 +20,8 @@ struct LaunchConfig {
     int64_t grain(int64_t itemsize) const { return threads * pack_bytes / itemsize; }
 };
 
-// resident_blocks: how many blocks the device runs at the same time; ranks_per_device: of this
-// communicator.
-LaunchConfig launch_config(int resident_blocks, int ranks_per_device);
+// ranks_on_device: of this communicator. blocks, threads: 0, or as given.
+LaunchConfig launch_config(const DeviceInfo& device, int ranks_on_device, int blocks, int threads);
 std::string to_string(const LaunchConfig& config);
 
 }  // namespace coconet::cuda

@@ -11,7 +11,7 @@
 namespace coconet::cuda {
 
 constexpr int kMaxRanks = 16;
-constexpr int kMaxBlocks = 256;  // per rank
+constexpr int kMaxBlocks = 256;   // per rank
 constexpr int kMaxThreads = 512;  // per block; at least kMaxRanks
 
 // What a rank tells its peers when it enters a call.

@@ -32,12 +32,12 @@ struct Pack {
     Sum v[Lanes];
 };
 
-#define COCONET_PACK_OPERATOR(op)                                                                 \
-    template <class Sum, int Lanes>                                                               \
-    COCONET_DEVICE Pack<Sum, Lanes> operator op(Pack<Sum, Lanes> a, const Pack<Sum, Lanes>& b) {  \
-        COCONET_UNROLL                                                                            \
-        for (int k = 0; k < Lanes; ++k) a.v[k] = a.v[k] op b.v[k];                                \
-        return a;                                                                                 \
+#define COCONET_PACK_OPERATOR(op)                                                                \
+    template <class Sum, int Lanes>                                                              \
+    COCONET_DEVICE Pack<Sum, Lanes> operator op(Pack<Sum, Lanes> a, const Pack<Sum, Lanes>& b) { \
+        COCONET_UNROLL                                                                           \
+        for (int k = 0; k < Lanes; ++k) a.v[k] = a.v[k] op b.v[k];                               \
+        return a;                                                                                \
     }
 COCONET_PACK_OPERATOR(+)
 COCONET_PACK_OPERATOR(-)

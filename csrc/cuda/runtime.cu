@@ -7,14 +7,17 @@
 #include "cuda/launch.cuh"
 #include "cuda/runtime.h"
 
+#if !defined(COCONET_CUDA_TARGETS)  // setup.py says
+#define COCONET_CUDA_TARGETS ""
+#endif
+
 namespace coconet::cuda {
 
 namespace {
 
 [[noreturn]] void raise(const std::string& what, cudaError_t error) {
     cudaGetLastError();  // or the next call would report this error again
-    throw Error(ErrorKind::communicator,
-                "CUDA: " + what + " failed: " + cudaGetErrorString(error));
+    throw Error(ErrorKind::communicator, "CUDA: " + what + " failed: " + cudaGetErrorString(error));
 }
 
 void check(cudaError_t error, const char* what) {
@@ -106,6 +109,16 @@ bool capturing(Stream stream) {
     return status != cudaStreamCaptureStatusNone;
 }
 
+void order(Stream earlier, Stream later) {
+    cudaEvent_t event;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    const cudaError_t recorded = cudaEventRecord(event, native(earlier));
+    const cudaError_t waits = cudaStreamWaitEvent(native(later), event, 0);
+    cudaEventDestroy(event);  // once it was reached
+    check(recorded, "cudaEventRecord");
+    check(waits, "cudaStreamWaitEvent");
+}
+
 void launch(const KernelCall& call, const LaunchShape& shape, Stream stream) {
     allow_shared(call.kernel, shape.shared_bytes);
     cudaLaunchAttribute cooperative{};
@@ -138,9 +151,10 @@ int resident_blocks(int device, const void* kernel, unsigned threads, size_t sha
 #define COCONET_TEXT(...) #__VA_ARGS__
 #define COCONET_EXPANDED(...) COCONET_TEXT(__VA_ARGS__)
 
-const char* runtime_description() {
-    return "CUDA " COCONET_EXPANDED(__CUDACC_VER_MAJOR__) "." COCONET_EXPANDED(
-        __CUDACC_VER_MINOR__) ", code for " COCONET_EXPANDED(__CUDA_ARCH_LIST__);
+const char* runtime_version() {
+    return COCONET_EXPANDED(__CUDACC_VER_MAJOR__) "." COCONET_EXPANDED(__CUDACC_VER_MINOR__);
 }
+
+const char* runtime_targets() { return COCONET_CUDA_TARGETS; }
 
 }  // namespace coconet::cuda

@@ -15,9 +15,11 @@
 #define COCONET_DYNAMIC_SHARED(T, name) \
     T* const name = static_cast<T*>(::coconet::emulator::current->block.dynamic_shared)
 
-#define COCONET_SHARED(T, name)                                                    \
-    static thread_local ::coconet::emulator::SharedVariable<T> name##_shared_storage; \
-    auto& name = name##_shared_storage.of_block()
+#define COCONET_SHARED(T, name)                                                     \
+    static const char name##_key = 0; /* its address */                             \
+    auto& name = *static_cast<::coconet::emulator::Identity<T>*>(                   \
+        ::coconet::emulator::current->block.shared_variable(&name##_key, sizeof(T), \
+                                                            ::coconet::emulator::shared_align<T>))
 
 namespace coconet::cuda {
 
@@ -26,6 +28,7 @@ inline uint32_t load_acquire(const uint32_t* p, COCONET_PLACE) {
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 inline void store_release(uint32_t* p, uint32_t v) {
+    emulator::perturb();
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
     emulator::progress();
 }
@@ -39,26 +42,28 @@ inline void store_relaxed(uint32_t* p, uint32_t v) {
 }
 inline bool claim(uint32_t* p) {
     uint32_t expected = 0;
-    const bool claimed = __atomic_compare_exchange_n(p, &expected, 1, false, __ATOMIC_RELAXED,
-                                                     __ATOMIC_RELAXED);
+    const bool claimed =
+        __atomic_compare_exchange_n(p, &expected, 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     emulator::progress();
     return claimed;
 }
 
 template <class T>
 T load_peer(const T* p) {
-    static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 ||
-                      sizeof(T) == 16,
-                  "load_peer takes 1, 2, 4, 8 or 16 bytes");
+    static_assert(
+        sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16,
+        "load_peer takes 1, 2, 4, 8 or 16 bytes");
     emulator::expect_aligned(p, sizeof(T), "load_peer");
+    emulator::perturb();
     return *p;
 }
 template <class T>
 void store_peer(T* p, T value) {
-    static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 ||
-                      sizeof(T) == 16,
-                  "store_peer takes 1, 2, 4, 8 or 16 bytes");
+    static_assert(
+        sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16,
+        "store_peer takes 1, 2, 4, 8 or 16 bytes");
     emulator::expect_aligned(p, sizeof(T), "store_peer");
+    emulator::perturb();
     *p = value;
 }
 
@@ -67,7 +72,7 @@ inline uint64_t nanoseconds() {
                std::chrono::steady_clock::now().time_since_epoch())
         .count();
 }
-inline void pause(COCONET_PLACE) { emulator::spin({"pause", file, line}); }
+inline void pause() { emulator::spin({}); }
 
 inline float fma_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float sqrt_rn(float x) { return std::sqrt(x); }

@@ -1,263 +1,169 @@
 #include "emulator/block.h"
 
-#include <sched.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <time.h>
-#include <unistd.h>
-
+#include <mutex>
 #include <new>
-#include <string>
 
-#include "emulator/settings.h"
 #include "emulator/warp.h"
 
 namespace coconet::emulator {
-
-__thread Thread* current = nullptr;
-
-namespace {
-
-constexpr std::align_val_t kSharedAlign{128};
-constexpr unsigned kYields = 64;  // then sleep: the other blocks have no core of their own
-constexpr long kSleepNs = 50'000;
-
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1'000'000'000ll + t.tv_nsec;
-}
-
-uint64_t mixed(uint64_t x) {
-    x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15u;
-    x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9u;
-    return x ^ (x >> 32);
-}
-
-}  // namespace
 
 Thread::Thread(Block& block, unsigned number)
     : block(block), number(number), fiber(&Block::thread_main) {}
 
 Block::Block() = default;
+Block::~Block() = default;
 
-Block::~Block() { ::operator delete(dynamic_shared, kSharedAlign); }
+// --- the pool ------------------------------------------------------------------------------------
 
-void Block::run(Launch& launch, unsigned number) {
-    launch_ = &launch;
-    index = {number % launch.shape.blocks_x, number / launch.shape.blocks_x, 0};
-    grid = {launch.shape.blocks_x, launch.shape.blocks_y, 1};
-    shape = {launch.shape.threads, 1, 1};
-    ++runs;
-    prepare_shared();
-    const unsigned n = launch.shape.threads;
-    while (threads_.size() < n)
+namespace {
+
+std::mutex pool_mutex;
+Block* pool = nullptr;  // a list
+
+}  // namespace
+
+Block* Block::take() {
+    const Unseen unseen;
+    const std::lock_guard<std::mutex> lock(pool_mutex);
+    Block* const block = pool ? pool : new Block;
+    pool = block->next_in_pool_;
+    block->next_in_pool_ = nullptr;
+    return block;
+}
+
+void Block::put(Block* block) {
+    const Unseen unseen;
+    const std::lock_guard<std::mutex> lock(pool_mutex);
+    block->next_in_pool_ = pool;
+    pool = block;
+}
+
+// --- begin and end -------------------------------------------------------------------------------
+
+void Block::begin(Grid& of, unsigned number) {
+    const auto& launched = of.shape;
+    grid = &of;
+    index = {number % launched.blocks_x, number / launched.blocks_x, 0};
+    grid_shape = {launched.blocks_x, launched.blocks_y, 1};
+    shape = {launched.threads, 1, 1};
+    const Unseen unseen;
+    while (threads_.size() < shape.x)
         threads_.push_back(std::make_unique<Thread>(*this, threads_.size()));
-    while (warps_.size() * kWarp < n) warps_.push_back(std::make_unique<Warp>());
-    for (unsigned w = 0; w * kWarp < n; ++w)
-        warps_[w]->begin(n - w * kWarp < kWarp ? n - w * kWarp : kWarp);
-
-    const uint64_t seed = settings().seed;
-    random_ = seed == 0 ? 0 : mixed(mixed(seed) + launch.number * 1024ull + number) | 1;
-    live_ = n;
-    arrived_ = spun_ = rests_ = 0;
+    while (warps_.size() * kWarp < shape.x) warps_.push_back(std::make_unique<Warp>());
+    for (unsigned first = 0; first < shape.x; first += kWarp)
+        warps_[first / kWarp]->begin(shape.x - first);
+    live_ = shape.x;
+    arrived_ = 0;
     any_[0] = any_[1] = false;
-    progressed_ = true;
-    for (unsigned i = 0; i < n; ++i) {
+    dynamic_shared = new_shared(nullptr, launched.shared_bytes, 128);
+    for (unsigned i = 0; i < shape.x; ++i) {
         threads_[i]->index = {i, 0, 0};
         threads_[i]->place = {};
-        wake(*threads_[i]);
+        threads_[i]->copies.clear();
+        threads_[i]->groups = 0;
+        of.wake(*threads_[i]);
     }
-    // The host's own fiber stands between: caller -> host -> threads -> host -> caller.
-    acquire(launch.begin);
-    release(begin_);
-    current = next();
-    host_.switch_to(current->fiber);
-    current = nullptr;
-    acquire(end_);
-    release(launch.end);
 }
 
-// Each fiber is a thread of one block after the other.
+void Block::end() {
+    const Unseen unseen;
+    for (const Shared& shared : shared_)
+        ::operator delete(shared.memory, std::align_val_t{shared.align});
+    shared_.clear();
+}
+
+// A fiber is a thread of one launch after the other.
 void Block::thread_main() {
+    Thread& self = *current;
+    Block& block = self.block;
     for (;;) {
-        Thread& self = *current;
-        Block& block = self.block;
-        acquire(block.begin_);
-        block.launch_->call.run(block.launch_->call.kernel, block.launch_->call.params);
-        release(block.end_);
+        Grid& grid = *block.grid;
+        acquire(grid.begin);
+        grid.call.run(grid.call.kernel, grid.call.params);
+        release(grid.end);
         self.state = Thread::ended;
-        self.copies.clear();
-        self.groups = 0;
         --block.live_;
-        block.progress();
+        grid.progress();
         block.warp().ended(block, self.lane());
         block.release_barrier();
-        if (block.live_ > 0)
-            block.switch_to_next(self);
-        else
-            self.fiber.switch_to(block.host_);
+        grid.leave(block.live_ == 0);
     }
 }
 
-Thread* Block::next() {
-    if (num_ready_ == 0) return nullptr;
-    if (random_ != 0) {
-        random_ = random_ * 6364136223846793005u + 1442695040888963407u;
-        const unsigned k = (first_ready_ + (random_ >> 33) % num_ready_) % kMaxThreads;
-        Thread* const chosen = ready_[k];
-        ready_[k] = ready_[first_ready_];
-        ready_[first_ready_] = chosen;
-    }
-    Thread* const thread = ready_[first_ready_];
-    first_ready_ = (first_ready_ + 1) % kMaxThreads;
-    --num_ready_;
-    return thread;
-}
-
-void Block::switch_to_next(Thread& self) {
-    Thread* const thread = next();
-    if (!thread) fail("deadlock: every thread of the block waits for another one");
-    if (thread == &self) return;
-    current = thread;
-    self.fiber.switch_to(thread->fiber);
-}
-
-void Block::wait(const Place& place) {
-    Thread& self = *current;
-    self.place = place;
-    self.state = Thread::waiting;
-    switch_to_next(self);
-}
-
-void Block::wake(Thread& thread) {
-    thread.state = Thread::ready;
-    ready_[(first_ready_ + num_ready_++) % kMaxThreads] = &thread;
-}
+// --- barrier -------------------------------------------------------------------------------------
 
 bool Block::barrier(bool predicate, const Place& place) {
-    const unsigned side = generation_ % 2, generation = generation_;
+    const unsigned generation = generation_, side = generation % 2;
     any_[side] |= predicate;
     release(met_[side]);
     ++arrived_;
     release_barrier();
-    if (generation_ == generation) wait(place);
+    if (generation_ == generation) grid->wait(place);
     acquire(met_[side]);
     return any_[side];
 }
 
 void Block::release_barrier() {
     if (arrived_ == 0 || arrived_ < live_) return;
-    for (const auto& thread : threads_)
-        if (thread->state == Thread::waiting) wake(*thread);
+    for (unsigned i = 0; i < shape.x; ++i)
+        if (threads_[i]->state == Thread::waiting) grid->wake(*threads_[i]);
     arrived_ = 0;
     any_[++generation_ % 2] = false;
-    progress();
+    grid->progress();
 }
 
-void Block::spin(const Place& place) {
-    Thread& self = *current;
-    self.place = place;
-    if (++spun_ > num_ready_) {
-        spun_ = 0;
-        rest();
-    }
-    wake(self);
-    switch_to_next(self);
+// --- shared memory -------------------------------------------------------------------------------
+
+// Filled with bytes that are NaN as floats and large or negative as integers. Not by memset, which
+// ThreadSanitizer would take for an access of the kernel.
+void* Block::new_shared(const void* key, size_t bytes, size_t align) {
+    if (bytes == 0) return nullptr;
+    void* const p = ::operator new(bytes, std::align_val_t{align});
+    for (size_t i = 0; i < bytes; ++i) static_cast<volatile unsigned char*>(p)[i] = 0xff;
+    shared_.push_back({key, p, align});
+    return p;
 }
 
-void Block::progress() {
-    spun_ = 0;
-    progressed_ = true;
+void* Block::shared_variable(const void* key, size_t bytes, size_t align) {
+    const Unseen unseen;
+    for (const Shared& shared : shared_)
+        if (shared.key == key) return shared.memory;
+    return new_shared(key, bytes, align);
 }
 
-void Block::rest() {
-    const int64_t now = now_ns(), timeout = settings().spin_timeout_ns;
-    if (progressed_) {
-        progressed_ = false;
-        rests_ = 0;
-        last_progress_ns_ = now;
-    } else if (timeout > 0 && now - last_progress_ns_ > timeout) {
-        fail("nothing has changed for " + std::to_string(timeout * 1e-9) + " s in a loop that waits");
-    }
-    if (++rests_ < kYields) {
-        sched_yield();
-    } else {
-        const timespec pause{0, kSleepNs};
-        nanosleep(&pause, nullptr);
-    }
-}
+// --- the current thread --------------------------------------------------------------------------
 
 Warp& Block::warp() { return *warps_[current->number / kWarp]; }
 
-Thread& Block::lane(unsigned lane) {
-    return *threads_[current->number / kWarp * kWarp + lane];
-}
-
-void Block::prepare_shared() {
-    const size_t bytes = launch_->shape.shared_bytes;
-    if (bytes != shared_bytes_) {
-        ::operator delete(dynamic_shared, kSharedAlign);
-        dynamic_shared = bytes > 0 ? ::operator new(bytes, kSharedAlign) : nullptr;
-        shared_bytes_ = bytes;
-    }
-    poison(dynamic_shared, bytes);
-}
-
-void poison(void* p, size_t bytes) {
-    auto* const at = static_cast<volatile unsigned char*>(p);
-    for (size_t i = 0; i < bytes; ++i) at[i] = 0xff;
-}
-
-void poison_once(void* p, size_t bytes, uint32_t& run) {
-    if (run == current->block.runs) return;
-    run = current->block.runs;
-    poison(p, bytes);
-}
+Thread& Block::lane(unsigned lane) { return *threads_[current->number / kWarp * kWarp + lane]; }
 
 // --- reports -------------------------------------------------------------------------------------
 
 namespace {
 
-std::string describe(const Place& place) {
-    return place.what ? std::string(place.what) + " at " + place.file + ":" +
-                            std::to_string(place.line)
-                      : "not begun, or not yet waited";
+std::string describe_thread(const Thread& thread) {
+    if (thread.state == Thread::ended) return "ended";
+    if (!thread.place.what) return "not yet waited";
+    return std::string(thread.state == Thread::waiting ? "waits in " : "ready, last in ") +
+           thread.place.what + " at " + thread.place.file + ":" + std::to_string(thread.place.line);
 }
 
 }  // namespace
 
-// Other blocks go on meanwhile: theirs is a snapshot.
 std::string Block::describe() const {
-    std::string text =
-        "  block (" + std::to_string(index.x) + ", " + std::to_string(index.y) + ")\n";
-    const char* const states[] = {"ready, last in ", "waits in ", "ended"};
-    for (unsigned from = 0, to; from < shape.x; from = to) {
-        const auto line = [&](unsigned i) {
-            const Thread& thread = *threads_[i];
-            return states[thread.state] +
-                   (thread.state == Thread::ended ? "" : emulator::describe(thread.place));
-        };
-        for (to = from + 1; to < shape.x && line(to) == line(from);) ++to;
-        text += "    thread" + (to - from > 1 ? "s " + std::to_string(from) + " to " +
-                                                    std::to_string(to - 1)
-                                              : " " + std::to_string(from));
-        text += ": " + line(from) + "\n";
+    std::string text = "  block (" + std::to_string(index.x) + ", " + std::to_string(index.y) + ")";
+    if (&current->block == this)
+        text += ", reported by its thread " + std::to_string(current->number);
+    text += "\n";
+    for (unsigned first = 0, end; first < shape.x; first = end) {
+        const std::string line = describe_thread(*threads_[first]);
+        for (end = first + 1; end < shape.x && describe_thread(*threads_[end]) == line;) ++end;
+        text += end - first == 1
+                    ? "    thread " + std::to_string(first)
+                    : "    threads " + std::to_string(first) + " to " + std::to_string(end - 1);
+        text += ": " + line + "\n";
     }
     return text;
-}
-
-void Block::fail(const std::string& what) {
-    static std::atomic<bool> failed{false};
-    while (failed.exchange(true)) pause();  // another block's report comes first
-    std::string text = "coconet emulator: " + what + ", found by block (" +
-                       std::to_string(index.x) + ", " + std::to_string(index.y) + ") thread " +
-                       std::to_string(current->number) + "\n";
-    for (const auto& block : launch_->on)
-        if (block) text += block.load()->describe();
-    fputs(text.c_str(), stderr);
-    fflush(stderr);
-    abort();
 }
 
 }  // namespace coconet::emulator

@@ -14,7 +14,7 @@ void misaligned(const void* p, size_t bytes, const char* what) {
     char text[100];
     snprintf(text, sizeof text, "%s of %zu bytes at the address %p, which isn't a multiple of it",
              what, bytes, p);
-    if (current) current->block.fail(text);
+    if (current) current->block.grid->fail(text);
     fprintf(stderr, "coconet emulator: %s\n", text);
     abort();
 }

@@ -14,12 +14,13 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __shared__ static thread_local  // an OS thread runs one block at a time
+// __shared__ can't work, since an OS thread runs all blocks: COCONET_SHARED and
+// COCONET_DYNAMIC_SHARED do.
 
 #define threadIdx (::coconet::emulator::current->index)
 #define blockIdx (::coconet::emulator::current->block.index)
 #define blockDim (::coconet::emulator::current->block.shape)
-#define gridDim (::coconet::emulator::current->block.grid)
+#define gridDim (::coconet::emulator::current->block.grid_shape)
 
 // Default arguments, which take the caller's place.
 #define COCONET_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE()
@@ -35,10 +36,13 @@ inline int __syncthreads_or(int predicate, COCONET_PLACE) {
 namespace coconet::emulator {
 
 inline void spin(const Place& place) {
-    if (current) current->block.spin(place);  // host code uses the same primitives
+    if (current) current->block.grid->spin(place);  // host code uses the same primitives
 }
 inline void progress() {
-    if (current) current->block.progress();
+    if (current) current->block.grid->progress();
+}
+inline void perturb() {
+    if (current) current->block.grid->perturb();
 }
 // Not inline: ThreadSanitizer doesn't know fences, and the compiler says so.
 void fence();
@@ -47,6 +51,11 @@ void fence();
 inline void expect_aligned(const void* p, size_t bytes, const char* what) {
     if (reinterpret_cast<uintptr_t>(p) % bytes != 0) misaligned(p, bytes, what);
 }
+
+template <class T>
+using Identity = T;  // so that float[32]* can be written
+template <class T>
+constexpr size_t shared_align = alignof(T) > 16 ? alignof(T) : 16;
 
 // Copies of the current thread. finish_copies carries out those of all groups but the newest n.
 void copy_later(void* to, const void* from);

@@ -1,6 +1,6 @@
-// The emulator as a test sees it: schedules, limits, graphs. Runs the kernels of csrc/cuda, compiled
-// by g++ with -DCOCONET_EMULATED, on the CPU: an OS thread for each resident block, a fiber for each
-// CUDA thread. Tests only.
+// The emulator as a test sees it: schedules, limits, graphs. Runs the kernels of csrc/cuda,
+// compiled by g++ with -DCOCONET_EMULATED, on the CPU: an OS thread for each resident block, a
+// fiber for each CUDA thread. Tests only.
 //
 // Not modelled: scopes narrower than the system, caches, mbarrier, TMA, clusters, multimem.
 #pragma once
@@ -16,15 +16,16 @@ namespace coconet::emulator {
 // same for the same seed, launch and block. At first COCONET_EMULATOR_SEED, or 0.
 void set_seed(uint64_t seed);
 
-// Seconds without progress after which a kernel that spins ends the process with a report; 0: never.
-// At first COCONET_EMULATOR_TIMEOUT, or 120.
+// Seconds without progress after which a kernel that spins ends the process with a report; 0:
+// never. At first COCONET_EMULATOR_TIMEOUT, or 120.
 void set_spin_timeout(double seconds);
 
 // Of the emulated device, at first 2: how many blocks are resident follows from it.
 void set_multiprocessors(int n);
 
 // What was launched and copied on a stream between begin_capture and end_capture; nothing of it is
-// run until replay(). As a CUDA graph, it holds the values of the parameters, not what they point to.
+// run until replay(). As a CUDA graph, it holds the values of the parameters, not what they point
+// to.
 class Graph {
   public:
     Graph();

@@ -8,7 +8,7 @@
 #include "common/errors.h"
 #include "emulator/sanitizers.h"
 
-#if defined(__x86_64__)
+#if !defined(COCONET_UCONTEXT)
 // Saves the callee-saved registers on the stack and the stack pointer in *save, then goes on where
 // `to` was saved.
 extern "C" void coconet_emulator_switch(void** save, void* to);
@@ -74,7 +74,7 @@ Fiber::Fiber(void (*run)()) : run_(run), mapping_(map_stack()) {
     char* const bottom = static_cast<char*>(mapping_) + page_bytes();
     stack_ = bottom;
     stack_bytes_ = kStackBytes;
-#if defined(__x86_64__)
+#if !defined(COCONET_UCONTEXT)
     // As switch left it: six registers and where to return to. After the return the stack pointer
     // is 8 below a multiple of 16, as at the entry of any function.
     auto* top = reinterpret_cast<void**>(bottom + kStackBytes);
@@ -113,7 +113,7 @@ void Fiber::switch_to(Fiber& to) {
     if (__sanitizer_start_switch_fiber)
         __sanitizer_start_switch_fiber(&asan_fake_stack_, to.stack_, to.stack_bytes_);
     if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(to.tsan_, kNoSync);
-#if defined(__x86_64__)
+#if !defined(COCONET_UCONTEXT)
     coconet_emulator_switch(&stack_pointer_, to.stack_pointer_);
 #else
     swapcontext(&context_, &to.context_);

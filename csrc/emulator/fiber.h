@@ -6,7 +6,10 @@
 
 #include <cstddef>
 
-#if !defined(__x86_64__)
+#if !defined(__x86_64__) && !defined(COCONET_UCONTEXT)
+#define COCONET_UCONTEXT
+#endif
+#if defined(COCONET_UCONTEXT)
 #include <ucontext.h>
 #endif
 
@@ -31,7 +34,7 @@ class Fiber {
 
     void (*const run_)() = nullptr;
     void* mapping_ = nullptr;  // guard page and stack
-#if defined(__x86_64__)
+#if !defined(COCONET_UCONTEXT)
     void* stack_pointer_ = nullptr;
 #else
     ucontext_t context_;

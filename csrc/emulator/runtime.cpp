@@ -14,7 +14,8 @@
 #include "common/errors.h"
 #include "cuda/launch.cuh"
 #include "emulator/emulator.h"
-#include "emulator/launch.h"
+#include "emulator/grid.h"
+#include "emulator/limits.h"
 #include "emulator/settings.h"
 
 namespace coconet {
@@ -45,6 +46,13 @@ bool captured(cuda::Stream stream, const std::function<void()>& step) {
     if (found == captures.end()) return false;
     found->second->steps.push_back(step);
     return true;
+}
+
+void run(const cuda::KernelCall& call, const cuda::LaunchShape& shape) {
+    const auto blocks = shape.blocks_x * shape.blocks_y;
+    const auto resident = static_cast<unsigned>(
+        emulator::resident_blocks(shape.threads, shape.shared_bytes, settings().multiprocessors));
+    Grid(call, shape).run(blocks < resident ? blocks : resident);
 }
 
 void run_or_capture(cuda::Stream stream, const std::function<void()>& step) {
@@ -119,16 +127,18 @@ void zero_async(void* p, int64_t bytes, Stream stream) {
     if (bytes > 0) run_or_capture(stream, [=] { memset(p, 0, static_cast<size_t>(bytes)); });
 }
 void synchronize(Stream stream) {
-    if (capturing(stream))
-        raise("synchronize", "operation not permitted when stream is capturing");
+    if (capturing(stream)) raise("synchronize", "operation not permitted when stream is capturing");
 }
 bool capturing(Stream stream) {
     const std::lock_guard<std::mutex> lock(captures_mutex);
     return captures.count(stream) > 0;
 }
 
+void order(Stream, Stream) {}  // every stream runs what it is given at once
+
 void launch(const KernelCall& call, const LaunchShape& shape, Stream stream) {
-    check_shape(shape);
+    if (const char* why = refused(shape, settings().multiprocessors))
+        raise("a launch of " + to_string(shape), why);
     // A graph keeps a copy of the parameters, aligned as any type.
     const auto* const bytes = static_cast<const unsigned char*>(call.params);
     const auto replay = [call, shape,
@@ -145,10 +155,11 @@ void launch(const KernelCall& call, const LaunchShape& shape, Stream stream) {
 
 int resident_blocks(int device, const void*, unsigned threads, size_t shared_bytes) {
     expect_device(device);
-    return emulator::resident_blocks(threads, shared_bytes);
+    return emulator::resident_blocks(threads, shared_bytes, settings().multiprocessors);
 }
 
-const char* runtime_description() { return "emulated on the CPU"; }
+const char* runtime_version() { return "emulated"; }
+const char* runtime_targets() { return ""; }
 
 }  // namespace cuda
 

@@ -26,7 +26,7 @@ class Warp {
     struct Slot {
         alignas(16) unsigned char bytes[16];
     };
-    // Of all masks with the same lowest lane; masks in use at one time are disjoint.
+    // Lanes that meet once. From the first that arrives to the last that leaves.
     struct Meeting {
         unsigned mask = 0;
         const char* what = nullptr;
@@ -40,10 +40,13 @@ class Warp {
 
     template <class Deposit>
     Meeting& meet(unsigned mask, const Place& place, Deposit&& deposit);
+    Meeting& find_or_begin(unsigned mask, const Place& place);
     void complete_if_full(Block& block, Meeting& meeting);
+    void left(Meeting& meeting);
 
     unsigned live_ = 0;
-    Meeting meetings_[kWarp];
+    unsigned used_ = 0;        // meetings
+    Meeting meetings_[kWarp];  // a lane is in one at a time
 };
 
 }  // namespace coconet::emulator

@@ -37,28 +37,7 @@ void perturb() {
 
 namespace native {
 
-uint32_t seed = 1;
-
-namespace {
-
-struct Failure : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
-std::vector<const Case*>& cases() {
-    static std::vector<const Case*> all;
-    return all;
-}
-
-}  // namespace
-
-Case::Case(const char* name, void (*run)()) : name(name), run(run) { cases().push_back(this); }
-
-void failed(const std::string& text) { throw Failure(text); }
-
-void expect_in(const std::string& part, const std::string& text) {
-    if (text.find(part) == std::string::npos) failed("\"" + part + "\" isn't in: " + text);
-}
+std::string program() { return std::string("native, kernels ") + kernels().isa; }
 
 CommunicatorOptions options(uint32_t first_epoch) {
     // The timeout turns a hang into a failure.
@@ -245,45 +224,6 @@ std::unique_ptr<Tensor> check_all_gather(Communicator& comm, DType dtype, int64_
     return y;
 }
 
-namespace {
-
-// Arguments: --seed N, and parts of the names of the cases to run. Returns the number of failures.
-int run_cases(int argc, char** argv) {
-    std::vector<std::string> wanted;
-    for (int i = 1; i < argc; ++i) {
-        if (strcmp(argv[i], "--seed") == 0 && i + 1 < argc)
-            seed = static_cast<uint32_t>(strtoul(argv[++i], nullptr, 10));
-        else
-            wanted.emplace_back(argv[i]);
-    }
-    int passes = 0, failures = 0;
-    const int64_t start = now_ns();
-    for (const Case* c : cases()) {
-        bool chosen = wanted.empty();
-        for (const auto& part : wanted)
-            chosen = chosen || std::string(c->name).find(part) != std::string::npos;
-        if (!chosen) continue;
-        printf("%s ", c->name);
-        fflush(stdout);
-        const int64_t begin = now_ns();
-        try {
-            c->run();
-            ++passes;
-            printf("passed (%.2f s)\n", (now_ns() - begin) * 1e-9);
-        } catch (const std::exception& error) {
-            ++failures;
-            printf("FAILED (seed %u): %s\n", seed, error.what());
-        }
-    }
-    printf("== native, kernels %s: %d failed, %d passed in %.2f s ==\n", kernels().isa, failures,
-           passes, (now_ns() - start) * 1e-9);
-    return passes > 0 ? failures : 1;
-}
-
-}  // namespace
-
 }  // namespace native
 
 }  // namespace coconet
-
-int main(int argc, char** argv) { return coconet::native::run_cases(argc, argv) == 0 ? 0 : 1; }

@@ -1,4 +1,4 @@
-// What the native tests share: cases, ranks as threads, tensors, values.
+// What the native tests share: ranks as threads, tensors, values.
 #pragma once
 
 #include <functional>
@@ -10,35 +10,13 @@
 #include <type_traits>
 #include <vector>
 
+#include "cases.h"
 #include "common/convert.h"
 #include "common/errors.h"
 #include "cpu/collectives.h"
 #include "cpu/local.h"
 
 namespace coconet::native {
-
-// --- cases ---------------------------------------------------------------------------------------
-
-struct Case {
-    Case(const char* name, void (*run)());
-    const char* name;
-    void (*run)();
-};
-
-#define CASE(name)                              \
-    static void name();                         \
-    static const Case case_##name(#name, name); \
-    static void name()
-
-// Ends the case.
-[[noreturn]] void failed(const std::string& text);
-inline void expect(bool ok, const char* text) {
-    if (!ok) failed(text);
-}
-void expect_in(const std::string& part, const std::string& text);
-
-// Of this run of the program (--seed); printed when a case fails.
-extern uint32_t seed;
 
 // --- ranks ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,33 @@
+#include "cuda/launch_config.h"
+
+#include <algorithm>
+
+#include "cuda/layout.h"
+
+namespace coconet::cuda {
+
+LaunchConfig launch_config(const DeviceInfo& device, int ranks_on_device, int blocks, int threads) {
+    LaunchConfig config;
+    config.threads = threads > 0 ? threads : kMaxThreads;
+    // One block on each multiprocessor, so that all of them run at the same time; of a device for
+    // one rank some are left to other kernels, since fewer saturate its links.
+    const int share = ranks_on_device > 1 ? device.multiprocessors / ranks_on_device
+                                          : std::min(device.multiprocessors, 64);
+    config.blocks = std::clamp(blocks > 0 ? blocks : share, 1, kMaxBlocks);
+    config.unroll = 4;
+    config.pack_bytes = 16;
+    config.chunk_bytes = 128 << 10;
+    config.one_shot_bytes = 256 << 10;
+    config.attachment_bytes = 32 << 10;
+    return config;
+}
+
+std::string to_string(const LaunchConfig& c) {
+    return std::to_string(c.blocks) + " blocks of " + std::to_string(c.threads) +
+           " threads per rank, " + std::to_string(c.unroll) + " packs of " +
+           std::to_string(c.pack_bytes) + " bytes in flight per thread, staging chunks of " +
+           std::to_string(c.chunk_bytes) + " bytes per block, one exchange up to " +
+           std::to_string(c.one_shot_bytes) + " bytes";
+}
+
+}  // namespace coconet::cuda
