@@ -16,7 +16,6 @@ SHELL := bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-CPP := $(shell find csrc python -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' 2>/dev/null)
 CPP := $(shell find csrc python -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' \
     2>/dev/null)
 # Folders too: their time changes when a file is added or deleted.
