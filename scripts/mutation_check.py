@@ -67,7 +67,7 @@ SUITES = [
     Suite(
         name="cpu",
         folder="tests/native",
-        sources=["csrc/cpu/*.h", "csrc/cpu/*.cpp", "csrc/common/*.h"],
+        sources=["csrc/cpu/*.h", "csrc/cpu/*.cpp", "csrc/common/*.h", "csrc/common/*.cpp"],
         build="build/native/{mode}",
         first={
             "*/heap.*": "blocks_freed sequences",
@@ -76,11 +76,11 @@ SUITES = [
             "*/liveness.*": "rendezvous",
             "*/rendezvous.*": "rendezvous",
             "*/communicator.*": "rejections_between_calls one_rank no_counter ping thread barrier",
-            "*": "of_many_chunks rejections_between_calls one_rank no_counter barrier a_long",
+            "*": "many_chunks rejections one_rank no_counter barriers long_wait sequences",
         },
         spare={
-            "*/channel.h": "kernels_*.o test_*.o adam.o native.o",
-            "*": "kernels_avx*.o test_*.o adam.o native.o",
+            "*/channel.h": "kernels_*.o test_*.o adam.o cases.o native.o",
+            "*": "kernels_avx*.o test_*.o adam.o cases.o native.o",
         },
         environment={"COCONET_ISA": "portable", "COCONET_TEST_TIMEOUT": "10"},
     ),
