@@ -122,8 +122,7 @@ class BuildExtension(cpp_extension.BuildExtension):
             )
         folder = Path(self.build_temp, f"nvcc-{toolkit.version}")
         folder.mkdir(parents=True, exist_ok=True)
-        flags = [*cuda_toolkit.nvcc_flags(WERROR), *cuda_toolkit.gencode(TARGETS)]
-        flags.append(f'-DCOCONET_CUDA_TARGETS="{",".join(TARGETS)}"')
+        flags = cuda_toolkit.nvcc_flags(TARGETS, WERROR)
         if NCCL:
             flags += ["-isystem", NCCL.include]
         command = shlex.join([toolkit.nvcc, *flags]).replace("$", "$$")

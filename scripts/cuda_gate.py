@@ -37,28 +37,31 @@ KERNELS = {
     "reduce_scatter_kernel": SUMMED,
     "reduce_scatter_one_shot_kernel": SUMMED,
     "all_gather_kernel": (),
+    "prepare_kernel": (),  # of rs_adam_ag's lists
     "rs_adam_ag_kernel": FLOATS,
     "barrier_kernel": (),
 }
 # The same of csrc/nccl: NCCL's headers say how they access peers.
 NCCL_KERNELS = {"nccl_pointers_kernel": (), "nccl_barrier_kernel": ()}
 # Those that move no data between ranks.
-ONLY_SIGNALS = {"barrier_kernel", *NCCL_KERNELS}
+NO_DATA = {"barrier_kernel", "prepare_kernel", *NCCL_KERNELS}
 DTYPES = {
     "float": "f32",
     "coconet::bf16_t": "bf16",
     "coconet::f16_t": "f16",
     "double": "f64",
-    "long": "i64",
-    "int": "i32",
+    # Unsigned, since overflow must wrap.
+    "unsigned long": "i64",
+    "unsigned int": "i32",
 }
 
-# What SASS must hold somewhere, and what it must not.
+# What SASS must hold somewhere, and what it must not. Other instructions may lie between.
+_BETWEEN = r"(?:\n.*){1,12}?"
 PEER_RULES = {
     "128-bit loads from peers": r"LDG?\.E\.128\.STRONG\.SYS",
     "128-bit stores to peers": r"STG?\.E\.128\.STRONG\.SYS",
-    "an acquire at system scope": r"LDG?\.E\.STRONG\.SYS\b[^\n]*\n(?:[^\n]*\n){0,4}?.*CCTL\.IVALL",
-    "a release at system scope": r"MEMBAR\.\w+\.SYS\b(?:.*\n){1,8}?.*STG?\.E\.STRONG\.SYS",
+    "an acquire at system scope": r"LDG?\.E\.STRONG\.SYS\b.*" + _BETWEEN + r"CCTL\.IVALL",
+    "a release at system scope": r"MEMBAR\.\w+\.SYS\b.*" + _BETWEEN + r"STG?\.E\.STRONG\.SYS",
 }
 LOCAL_MEMORY = r"\b(?:LDL|STL)\b"
 
@@ -82,8 +85,17 @@ def kernel_and_dtype(signature: str) -> tuple[str, str]:
 def compile_one(toolkit: cuda_toolkit.Toolkit, source: Path, target: str, cubin: Path, extra):
     """Resources by mangled name, as ptxas tells them."""
     cubin.parent.mkdir(parents=True, exist_ok=True)
-    flags = [*cuda_toolkit.nvcc_flags(werror=True), *cuda_toolkit.gencode([target]), *extra]
-    command = [toolkit.nvcc, *flags, "--resource-usage", "--cubin", str(source), "-o", str(cubin)]
+    flags = cuda_toolkit.nvcc_flags([target], werror=True)
+    command = [
+        toolkit.nvcc,
+        *flags,
+        *extra,
+        "--resource-usage",
+        "--cubin",
+        str(source),
+        "-o",
+        str(cubin),
+    ]
     result = subprocess.run(command, text=True, capture_output=True)
     if result.returncode:
         raise SystemExit(f"{source} for {target}:\n{result.stdout}{result.stderr}")
@@ -122,7 +134,11 @@ def disassembled(cuobjdump: str, cubin: Path) -> dict[str, str]:
     )
     if result.returncode:
         raise SystemExit(f"cuobjdump {cubin}: {result.stdout}{result.stderr}")
-    parts = re.split(r"^\s*Function : (\w+)$", result.stdout, flags=re.MULTILINE)[1:]
+    # An instruction's line, without the encoding that goes on in the next.
+    lines = re.findall(
+        r"^\s*(?:Function : \w+|/\*[0-9a-f]{4,}\*/.*?;)", result.stdout, re.MULTILINE
+    )
+    parts = re.split(r"^\s*Function : (\w+)$", "\n".join(lines), flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
@@ -143,7 +159,7 @@ def problems_of(row: dict, sass: str) -> list[str]:
         found.append(f"{row['spills']} bytes of spills")
     if local := re.findall(LOCAL_MEMORY, sass):
         found.append(f"{len(local)} accesses to local memory")
-    if row["kernel"] not in ONLY_SIGNALS:
+    if row["kernel"] not in NO_DATA:
         found += [f"lacks {rule}" for rule, text in PEER_RULES.items() if not re.search(text, sass)]
     return found
 
@@ -210,7 +226,8 @@ def main() -> None:
             row = {"kernel": kernel, "dtype": dtype, "target": target, **kernels[name]}
             row |= {"file": str(source), "signature": signature}
             rows.append(row)
-            problems += [f"{target}: {signature}: {p}" for p in problems_of(row, sass[name])]
+            if found := problems_of(row, sass[name]):
+                problems.append(f"{target}: {kernel} {dtype}: {', '.join(found)}")
         return rows, problems
 
     jobs = [(source, target) for source in sources for target in TARGETS]

@@ -122,7 +122,9 @@ def gencode(targets: Sequence[str]) -> list[str]:
     return [f"-gencode=arch={t.replace('sm_', 'compute_')},code={t}" for t in targets]
 
 
-def nvcc_flags(werror: bool, environment: Mapping[str, str] = os.environ) -> list[str]:
+def nvcc_flags(
+    targets: Sequence[str], werror: bool, environment: Mapping[str, str] = os.environ
+) -> list[str]:
     """For every file of csrc/cuda and csrc/nccl, from the root of the checkout."""
     compiler = environment.get("CXX") if "NVCC_CCBIN" not in environment else None
     return [
@@ -131,7 +133,10 @@ def nvcc_flags(werror: bool, environment: Mapping[str, str] = os.environ) -> lis
         "--fmad=false",  # as -ffp-contract=off: where an fma is meant, it is written
         "-Icsrc",
         "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra",
+        "-Xcompiler=-Wno-unknown-pragmas",  # of loops, for the device only
         *(["-Werror=all-warnings"] if werror else []),
+        *gencode(targets),
+        f'-DCOCONET_CUDA_TARGETS="{",".join(targets)}"',  # for build_info()
         *(["-ccbin", compiler] if compiler else []),
     ]
 

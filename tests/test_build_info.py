@@ -11,29 +11,30 @@ import coconet_ops as co
 from coconet_ops import _C, _build_info
 
 DEVICE = {
-    "index": 0,
     "name": "NVIDIA H200",
-    "capability": "9.0",
+    "compute_capability": (9, 0),
     "multiprocessors": 132,
     "memory": 139 << 30,
 }
-WITHOUT = {
-    "built": False,
-    "why": "built without CUDA",
-    "nvcc": "",
-    "architectures": [],
-    "devices": [],
-    "no_devices": "built without CUDA",
-}
-NO_DRIVER = {
-    "built": True,
-    "why": "",
-    "nvcc": "13.0",
-    "architectures": ["sm_90a", "compute_90"],
-    "devices": [],
-    "no_devices": "no driver",
-}
-ONE_GPU = NO_DRIVER | {"devices": [DEVICE], "no_devices": ""}
+
+
+class FakeBackend:
+    """What the extension tells of its CUDA part."""
+
+    def __init__(self, version, targets, devices=(), why=""):
+        self.version, self.targets = version, targets
+        self.devices, self.why = devices, why
+
+    def device_count(self):
+        return len(self.devices), self.why
+
+    def device_info(self, index):
+        return dict(self.devices[index])
+
+
+WITHOUT = FakeBackend("", "", why="built without CUDA")
+NO_DRIVER = FakeBackend("13.0", "sm_90a,compute_90", why="no driver")
+ONE_GPU = FakeBackend("13.0", "sm_90a,compute_90", [DEVICE])
 
 
 @pytest.fixture
@@ -41,8 +42,8 @@ def build(monkeypatch):
     """build_info() as if the extension, torch and the machine were these."""
 
     def info(cuda, nccl="", torch_cuda=None):
-        monkeypatch.setattr(_C, "cuda_info", lambda: cuda, raising=False)
-        monkeypatch.setattr(_C, "nccl_version", nccl, raising=False)
+        monkeypatch.setattr(_C, "cuda_backend", lambda: cuda)
+        monkeypatch.setattr(_C, "nccl_version", nccl)
         monkeypatch.setattr(torch.version, "cuda", torch_cuda)
         return co.build_info()
 
@@ -82,7 +83,15 @@ def test_without_cuda(build):
 
 def test_cuda_but_torch_has_none(build):
     info = build(ONE_GPU)
-    assert info["devices"] == [DEVICE]
+    assert info["devices"] == [
+        {
+            "index": 0,
+            "name": "NVIDIA H200",
+            "capability": "9.0",
+            "multiprocessors": 132,
+            "memory": 139 << 30,
+        }
+    ]
     assert "has no CUDA" in info["unavailable"]["cuda_peer"]
     assert "has no CUDA" in info["unavailable"]["local on CUDA"]
 
@@ -96,6 +105,12 @@ def test_everything_is_there(build):
     info = build(ONE_GPU, nccl="2.28.9", torch_cuda="13.0")
     assert info["backends"] == ("shm", "local", "cuda_peer")
     assert info["unavailable"] == {}
+    assert info["cuda"] == {
+        "built": True,
+        "why": "",
+        "nvcc": "13.0",
+        "architectures": ["sm_90a", "compute_90"],
+    }
     assert info["nccl"] == {"built": True, "why": "", "version": "2.28.9"}
     lines = _build_info.report(info).splitlines()
     assert any("sm_90a, compute_90" in line and "nvcc 13.0" in line for line in lines)

@@ -151,11 +151,11 @@ def test_gate_knows_all_kernels(gate):
         for dtype in dtypes or ("",)
         for target in gate.TARGETS
     ]
-    assert gate.missing_or_unknown(rows) == []
+    assert gate.missing_or_unknown(rows, gate.KERNELS) == []
     rows.remove({"kernel": "all_reduce_kernel", "dtype": "f64", "target": "sm_90a"})
-    assert gate.missing_or_unknown(rows) == ["sm_90a has no all_reduce_kernel f64"]
+    assert gate.missing_or_unknown(rows, gate.KERNELS) == ["sm_90a has no all_reduce_kernel f64"]
     rows.append({"kernel": "all_reduce_kernel", "dtype": "u8", "target": "sm_80"})
-    assert "sm_80 has all_reduce_kernel u8, which" in gate.missing_or_unknown(rows)[0]
+    assert "sm_80 has all_reduce_kernel u8, which" in gate.missing_or_unknown(rows, gate.KERNELS)[0]
 
 
 @pytest.mark.parametrize(
