@@ -117,29 +117,31 @@ CASE(calls_from_two_threads) {
     });
 }
 
-// Closing waits for the call that runs, and the next call fails.
-CASE(another_thread_closes) {
-    for (int i = 0; i < 5; ++i)
-        run_ranks(2, [](Communicator& comm) {
-            std::atomic<int> calls{0};
+// The call that runs comes to its end before the memory that it uses is dropped.
+CASE(closing_waits_for_the_call_that_runs) {
+    std::atomic<bool> closing{false}, arrived{false};
+    run_ranks(2, [&](Communicator& comm) {
+        if (comm.rank == 1) {
+            while (!closing.load()) std::this_thread::yield();
+            std::this_thread::sleep_for(std::chrono::milliseconds(200));
+            arrived.store(true);
+            comm.barrier();
+            return;
+        }
+        std::atomic<bool> early{false};
+        {
             Threads threads;
             threads.emplace_back([&] {
-                while (calls.load() < 20) std::this_thread::yield();
+                while (counter(comm, 0, kEnter) == 0) std::this_thread::yield();
+                closing.store(true);
                 comm.close();
+                early.store(!arrived.load());
             });
-            const std::string text = [&]() -> std::string {
-                try {
-                    while (true) {
-                        calls.fetch_add(1, std::memory_order_relaxed);
-                        comm.barrier();
-                    }
-                } catch (const Error& error) {
-                    calls = 20;
-                    return error.what();
-                }
-            }();
-            expect_in("close", text);
-        });
+            comm.barrier();
+        }
+        expect(!early.load(), "a communicator was closed while a call ran");
+        expect_in("close() was called", raised(ErrorKind::communicator, [&] { comm.barrier(); }));
+    });
 }
 
 // Else it would take the core from the rank that it waits for.
