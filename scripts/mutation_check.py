@@ -75,7 +75,7 @@ SUITES = [
             "*/rs_adam_ag.*": "rejections_between_calls no_counter",
             "*/liveness.*": "rendezvous",
             "*/rendezvous.*": "rendezvous",
-            "*/communicator.*": "rejections one_rank no_counter ping thread barrier closing",
+            "*/communicator.*": "rejections one_rank counter ping thread barrier closing disagree",
             "*": "many_chunks rejections one_rank no_counter barriers long_wait sequences",
         },
         spare={

@@ -52,6 +52,7 @@ CASE(disagreements) {
     using Call = std::function<void(Communicator&, bool odd)>;
     const std::pair<const char*, Call> calls[] = {
         {"the call", [](auto& c, bool odd) { odd ? c.barrier() : sum(c); }},
+        {"the call", [](auto& c, bool odd) { odd ? c.barrier() : (void)c.ping(1); }},
         {"dtype", [](auto& c, bool odd) { sum(c, odd ? DType::bf16 : DType::f16); }},
         {"shape", [](auto& c, bool odd) { sum(c, DType::f32, odd ? 5 : 6); }},
         {"op", [](auto& c, bool odd) { sum(c, DType::f32, 5, odd); }},
@@ -295,7 +296,7 @@ CASE(a_rendezvous_ends_without_the_peer) {
     for (const bool silent : {false, true}) {
         Rendezvous meeting(options().heap_bytes), peer(options().heap_bytes);
         const std::vector<std::string> addresses{meeting.address(), peer.address()};
-        std::atomic<bool> ended{false};
+        std::atomic<bool> ended{false}, late{false};
         Threads threads;
         threads.emplace_back([&] {
             const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
@@ -306,8 +307,9 @@ CASE(a_rendezvous_ends_without_the_peer) {
             if (silent)
                 connect(fd, reinterpret_cast<sockaddr*>(&address), static_cast<socklen_t>(size));
             for (int i = 0; i < 4000 && !ended.load(); ++i) sleep_ms(5);
+            late = !ended.load();
             close(fd);
-            if (!ended.load()) peer.connect(1, addresses, false, 20.0);
+            if (late) peer.connect(1, addresses, false, 20.0);
         });
         std::string text;
         try {
@@ -317,6 +319,7 @@ CASE(a_rendezvous_ends_without_the_peer) {
         }
         ended.store(true);
         expect_in("1 peers did not connect in time", text);
+        expect(!late, "a rendezvous waited for longer than it was told to");
     }
 }
 
