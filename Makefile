@@ -1,8 +1,9 @@
 # make bench   set up .venv, build, run the microbenchmark of every op  (BENCH_ARGS="--ranks 4")
 # make bench-peers   install what `coconet-bench --vs all` compares with, beyond torch's own
 # make test    set up .venv, build, run every test                      (TEST_ARGS="-k adam")
-# make native  build and run the native tests of csrc/cpu: no Python, no torch
+# make native  build and run the native tests of csrc/cpu and csrc/emulator: no Python, no torch
 # make sanitize  the same plain, under ThreadSanitizer, and under AddressSanitizer with UBSan
+# make cuda-gate  compile every CUDA kernel for every architecture and check the code: no GPU needed
 # make lint | format | setup | clean
 #
 # The stamps in .venv remember what is done, so a second run starts at once.
@@ -14,15 +15,17 @@ SHELL := bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-CPP := $(shell find csrc python -name '*.h' -o -name '*.cpp' 2>/dev/null)
+CPP := $(shell find csrc python -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' \
+    2>/dev/null)
 # Folders too: their time changes when a file is added or deleted.
 CPP_DIRS := $(shell find csrc python -type d -not -name __pycache__ 2>/dev/null)
 BENCH_ARGS ?=
 TEST_ARGS ?=
+NATIVE_TESTS := tests/native tests/emulator
 # Headers and sources outside the extension.
-CPP_TESTS := $(wildcard tests/native/*.h tests/native/*.cpp)
+CPP_TESTS := $(wildcard $(foreach folder,$(NATIVE_TESTS),$(addprefix $(folder)/*.,h cpp cu)))
 
-.PHONY: bench bench-peers test native sanitize lint format setup clean
+.PHONY: bench bench-peers test native sanitize cuda-gate lint format setup clean
 
 bench: setup
 	$(BIN)/coconet-bench all $(BENCH_ARGS)
@@ -34,12 +37,17 @@ test: setup
 	$(BIN)/pytest $(TEST_ARGS)
 
 native:
-	@$(MAKE) --no-print-directory -C tests/native run
+	@for folder in $(NATIVE_TESTS); do $(MAKE) --no-print-directory -C $$folder run; done
 
 sanitize:
-	@for mode in plain thread address; do \
-	    $(MAKE) --no-print-directory -C tests/native run MODE=$$mode; \
+	@for folder in $(NATIVE_TESTS); do \
+	    for mode in plain thread address; do \
+	        $(MAKE) --no-print-directory -C $$folder run MODE=$$mode; \
+	    done; \
 	done
+
+cuda-gate: $(VENV)/.tools
+	@$(BIN)/python scripts/cuda_gate.py
 
 lint: $(VENV)/.tools
 	$(BIN)/ruff check .
@@ -55,12 +63,12 @@ format: $(VENV)/.tools
 
 setup: $(VENV)/.installed $(VENV)/.built
 
-$(VENV)/.tools: requirements-dev.txt scripts/setup_venv.sh
+$(VENV)/.tools: requirements-dev.txt requirements-cuda.txt scripts/setup_venv.sh
 	@scripts/setup_venv.sh
 	@touch $@
 
 # ninja recompiles what changed; sed shortens its command lines to "[1/5] csrc/cpu/heap.cpp".
-$(VENV)/.built: $(VENV)/.tools setup.py $(CPP) $(CPP_DIRS)
+$(VENV)/.built: $(VENV)/.tools setup.py scripts/cuda_toolkit.py $(CPP) $(CPP_DIRS)
 	@echo "build: compiling what has changed (a first build takes a few minutes)"
 	@$(BIN)/python setup.py -q build_ext --inplace 2>&1 | \
 	    sed -u -E 's#^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/((csrc|python)/[^ ]+) .*#\1 \2#'

@@ -1,13 +1,13 @@
 """Fused compute-communication primitives for PyTorch."""
 
-import torch  # first: the extension links against its libraries
+import torch  # noqa: F401  first: the extension links against its libraries
 
 from . import (
-    _C,
     _meta,  # noqa: F401  registers the fake kernels
     optim,
     reference,
 )
+from ._build_info import build_info
 from .collectives import all_gather, all_reduce, all_reduce_, copy_to_group, reduce_scatter
 from .communicator import Communicator, communicator
 from .errors import CommunicatorError, CommunicatorTimeout, MismatchError, PeerLostError
@@ -15,17 +15,6 @@ from .local import LocalCommunicator
 from .rs_adam_ag import AdamState, rs_adam_ag_
 
 __version__ = "0.1.0"
-
-
-def build_info() -> dict[str, object]:
-    """What this build is: versions, compiler, instruction set in use, backends."""
-    return {
-        "version": __version__,
-        "torch": torch.__version__,
-        "compiler": _C.compiler,
-        "isa": _C.isa,
-        "backends": ("shm", "local"),
-    }
 
 
 __all__ = [

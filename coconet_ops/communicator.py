@@ -60,8 +60,11 @@ class Communicator:
         _liveness: str = "auto",
         _first_epoch: int = 0,
     ) -> None:
-        if isinstance(group, Communicator):
-            raise TypeError("Communicator: group is a Communicator; give a process group or None")
+        not_a_member = dist.GroupMember.NON_GROUP_MEMBER
+        if group not in (None, not_a_member) and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"Communicator: group is a {type(group).__name__}; give a process group or None"
+            )
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "Communicator: torch.distributed is not initialized; "

@@ -44,9 +44,13 @@ class LocalCommunicator:
     ``torch.Generator``). Process groups play no part.
 
     Args:
-        world_size: number of ranks, 1 to 64.
-        device: ``"cpu"``.
-        heap_bytes, timeout: as in :class:`Communicator`.
+        world_size: number of ranks: 1 to 64 on the CPU, 1 to 16 on a CUDA device.
+        device: ``"cpu"`` or a CUDA device, whose memory and multiprocessors the ranks share. There
+            the threads of a call meet on the host, and one kernel is launched for all; all ranks
+            call on the same stream.
+        heap_bytes: as in :class:`Communicator`; on a CUDA device memory is taken at once, by
+            default 1 GiB per rank.
+        timeout: as in :class:`Communicator`.
 
     Attributes:
         ranks: the communicators, by rank; their backend is ``"local"``.
@@ -55,7 +59,7 @@ class LocalCommunicator:
 
     Raises:
         TypeError, ValueError: bad arguments.
-        CommunicatorError: no shared memory to be had.
+        CommunicatorError: no shared memory to be had, no CUDA device, or a build without CUDA.
     """
 
     def __init__(
@@ -66,29 +70,43 @@ class LocalCommunicator:
         heap_bytes: int | None = None,
         timeout: timedelta = timedelta(seconds=60),
         _first_epoch: int = 0,
-        _backend: Any = None,
+        _backend: _C.Backend | None = None,
+        _launch: dict[str, int] | None = None,
     ) -> None:
         if not isinstance(world_size, int):
             raise TypeError(f"{_NAME}: world_size is {world_size!r}; it must be an integer")
-        if not 1 <= world_size <= _C.max_ranks:
+        self.device = _full_device(device)
+        on_cpu = self.device.type == "cpu" and _backend is None
+        most = _C.max_ranks if on_cpu else _C.max_device_ranks
+        if not 1 <= world_size <= most:
             raise ValueError(
-                f"{_NAME}: world_size is {world_size}; it must be between 1 and {_C.max_ranks}"
+                f"{_NAME}: world_size is {world_size}; it must be between 1 and {most}"
             )
+        if heap_bytes is None and not on_cpu:
+            heap_bytes = 1 << 30
         try:
             heap_bytes, seconds = check_limits(heap_bytes, timeout)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{_NAME}: {error}") from None
         self.world_size = world_size
-        self.device, backend = _find_backend(device)
+        options = {
+            "world": world_size,
+            "heap_bytes": heap_bytes,
+            "timeout": seconds,
+            "check": calls_are_compared(),
+            "first_epoch": _first_epoch,
+        }
         try:
-            cores = (_backend or backend).local_communicators(
-                world=world_size,
-                heap_bytes=heap_bytes,
-                timeout=seconds,
-                check=calls_are_compared(),
-                first_epoch=_first_epoch,
-                oversubscribed=oversubscribed([usable_cpus()] * world_size),
-            )
+            if on_cpu:
+                shared = oversubscribed([usable_cpus()] * world_size)
+                cores = _C.local_communicators(**options, oversubscribed=shared)
+            else:
+                backend = _backend or _C.cuda_backend()
+                cores = backend.local_communicators(
+                    **options, device=self.device, **(_launch or {})
+                )
+        except CommunicatorError:
+            raise
         except (OSError, RuntimeError) as error:
             raise CommunicatorError(f"{_NAME}: no shared memory: {error}") from error
         self.ranks = [
@@ -181,12 +199,15 @@ class LocalCommunicator:
         _start_and_join([threading.Thread(target=comm.close) for comm in self.ranks])
 
 
-def _find_backend(device: torch.device | str) -> tuple[torch.device, Any]:
-    """The device in full, and what has ``local_communicators`` for it."""
+def _full_device(device: torch.device | str) -> torch.device:
     device = torch.device(device)
     if device.type == "cpu":
-        return torch.device("cpu"), _C
-    raise ValueError(f"{_NAME}: device is {device}; this build has cpu")
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"{_NAME}: device is {device}; it must be cpu or cuda")
+    if not torch.cuda.is_available():
+        raise CommunicatorError(f"{_NAME}: device is {device}, but torch finds no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _start_and_join(

@@ -39,9 +39,9 @@ class AdamState:
             check_params(self.comm, params)
         # The kernel walks memory, so all ranks use one layout per parameter: that of rank 0.
         self.layouts = _agree_on_layouts(self.comm, params)
-        self._list = _C.TensorList(self.comm._core, [p.numel() for p in params])
+        self._list = self.comm._core.tensor_list([p.numel() for p in params])
         self.dtype = params[0].dtype
-        self._layouts = _C.Layouts(self.layouts, self.dtype)
+        self._layouts = _C.Layouts(self.layouts, self.dtype, self.comm.device)
         numel = self._list.slice
         device = self.comm.device
         self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
@@ -264,7 +264,7 @@ def _agree_on_layouts(comm: Communicator, params: list[torch.Tensor]) -> list[La
     mine = repr([(str(p.dtype), *_layout(p)) for p in params]).encode()
     sizes = all_gather(torch.tensor([len(mine)], device=comm.device), group=comm).tolist()
     text = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(comm.device)
-    texts = all_gather(text, group=comm)
+    texts = all_gather(text, size=sum(sizes), group=comm)
     ranks = [ast.literal_eval(bytes(t.tolist()).decode()) for t in texts.split(sizes)]
 
     def same(what: str, values: list) -> None:

@@ -1,4 +1,4 @@
-// The collectives as torch ops: CPU kernels, gradients, and what eager Python calls directly.
+// The collectives as torch ops: kernels, gradients, and what eager Python calls directly.
 // Arguments were checked in Python (coconet_ops/checks.py).
 //
 // Gradients follow Megatron's convention: that of a replicated output arrives complete and equal on
@@ -25,6 +25,7 @@
 #include <algorithm>
 
 #include "binding.h"
+#include "device.h"
 
 namespace py = pybind11;
 
@@ -100,7 +101,7 @@ Tensor copy_to_group(const Tensor& x, int64_t comm) {
 
 namespace {
 
-// --- CPU kernels ---------------------------------------------------------------------------------
+// --- kernels -------------------------------------------------------------------------------------
 
 Operand operand(const Tensor& t) {
     return {t.data_ptr(), dtype_of(t), t.element_size(), t.sizes().data(), t.dim()};
@@ -115,91 +116,107 @@ Operand summand(const Tensor& t) {
 
 bool is_average(string_view op) { return op == "avg"; }
 
-Tensor all_reduce_cpu(const Tensor& x, string_view op, int64_t comm_id) {
+Tensor all_reduce_kernel(const Tensor& x, string_view op, int64_t comm_id) {
     const auto comm = communicator(comm_id);
     const Tensor input = x.contiguous();
+    const Operand operand = summand(input);
+    if (comm.device)
+        return with_python_errors([&] { return all_reduce(*comm.device, input, is_average(op)); });
     Tensor output;
     const Output block = with_python_errors([&] {
-        return all_reduce(*comm, summand(input), is_average(op), [&](int64_t) {
+        return all_reduce(*comm.shm, operand, is_average(op), [&](int64_t) {
             output = at::empty(input.sizes(), input.options());
             return output.data_ptr();
         });
     });
-    return block ? heap_tensor(*comm, *block, input.sizes(), input.scalar_type()) : output;
+    return block ? heap_tensor(*comm.shm, *block, input.sizes(), input.scalar_type()) : output;
 }
 
-void all_reduce_cpu_(Tensor& x, string_view op, int64_t comm_id) {
+void all_reduce_kernel_(Tensor& x, string_view op, int64_t comm_id) {
     const auto comm = communicator(comm_id);
     Tensor dense = x.contiguous();
-    with_python_errors([&] { all_reduce_(*comm, summand(dense), is_average(op)); });
+    const Operand operand = summand(dense);
+    with_python_errors([&] {
+        if (comm.device)
+            all_reduce_(*comm.device, dense, is_average(op));
+        else
+            all_reduce_(*comm.shm, operand, is_average(op));
+    });
     if (!dense.is_same(x)) x.copy_(dense);
 }
 
-Tensor reduce_scatter_slices(Communicator& comm, const Tensor& input, int64_t dim, bool average,
-                             Split split, const DimSlices& slices) {
+Tensor reduce_scatter_slices(const AnyCommunicator& comm, const Tensor& input, int64_t dim,
+                             bool average, Split split, const DimSlices& slices) {
+    const Operand operand = summand(input);
+    if (comm.device)
+        return with_python_errors(
+            [&] { return reduce_scatter(*comm.device, input, dim, average, split, slices); });
     at::DimVector sizes(input.sizes());
-    sizes[dim] = slices.rows(comm.rank);
+    sizes[dim] = slices.rows(comm.rank());
     Tensor output;
     const Output block = with_python_errors([&] {
-        return reduce_scatter(comm, summand(input), dim, average, split, slices, [&](int64_t) {
+        return reduce_scatter(*comm.shm, operand, dim, average, split, slices, [&](int64_t) {
             output = at::empty(sizes, input.options());
             return output.data_ptr();
         });
     });
-    return block ? heap_tensor(comm, *block, sizes, input.scalar_type()) : output;
+    return block ? heap_tensor(*comm.shm, *block, sizes, input.scalar_type()) : output;
 }
 
-Tensor reduce_scatter_cpu(const Tensor& x, int64_t dim, string_view op, string_view split,
-                          int64_t comm_id) {
+Tensor reduce_scatter_kernel(const Tensor& x, int64_t dim, string_view op, string_view split,
+                             int64_t comm_id) {
     const auto comm = communicator(comm_id);
     const Tensor input = x.contiguous();
     dim = c10::maybe_wrap_dim(dim, input.dim());
     const Split cut = split == "chunk" ? Split::chunk : Split::tensor_split;
-    return reduce_scatter_slices(*comm, input, dim, is_average(op), cut,
-                                 dim_slices(operand(input), dim, cut, comm->world));
+    return reduce_scatter_slices(comm, input, dim, is_average(op), cut,
+                                 dim_slices(operand(input), dim, cut, comm.world()));
 }
 
 // begins: from all_gather_begins, for a tensor of the gathered shape.
 void check_begins(const Tensor& x, const Tensor& begins, int64_t dim, int64_t rows,
-                  const Communicator& comm) {
+                  const AnyCommunicator& comm) {
+    const int world = comm.world(), rank = comm.rank();
     const auto* begin = begins.const_data_ptr<int64_t>();
-    TORCH_CHECK(begins.numel() == comm.world + 1 && begin[0] == 0 &&
-                    std::is_sorted(begin, begin + comm.world + 1) &&
-                    begin[comm.world] == x.size(dim) &&
-                    begin[comm.rank + 1] - begin[comm.rank] == rows,
+    TORCH_CHECK(begins.numel() == world + 1 && begin[0] == 0 &&
+                    std::is_sorted(begin, begin + world + 1) && begin[world] == x.size(dim) &&
+                    begin[rank + 1] - begin[rank] == rows,
                 "coconet_ops: a tensor of shape ", x.sizes(), " can't be cut along dim ", dim,
                 " into ", rows, " rows here: begins is ", begins);
 }
 
-Tensor reduce_scatter_rows_cpu(const Tensor& x, const Tensor& begins, int64_t dim, int64_t rows,
-                               int64_t comm_id) {
+Tensor reduce_scatter_rows_kernel(const Tensor& x, const Tensor& begins, int64_t dim, int64_t rows,
+                                  int64_t comm_id) {
     const auto comm = communicator(comm_id);
-    check_begins(x, begins, dim, rows, *comm);
+    check_begins(x, begins, dim, rows, comm);
     const Tensor input = x.contiguous();
     dim = c10::maybe_wrap_dim(dim, input.dim());
     return reduce_scatter_slices(
-        *comm, input, dim, false, Split::rows,
-        dim_slices(operand(input), dim, begins.const_data_ptr<int64_t>(), comm->world));
+        comm, input, dim, false, Split::rows,
+        dim_slices(operand(input), dim, begins.const_data_ptr<int64_t>(), comm.world()));
 }
 
-Tensor own_rows_cpu(const Tensor& x, const Tensor& begins, int64_t dim, int64_t rows,
-                    int64_t comm_id) {
+Tensor own_rows_kernel(const Tensor& x, const Tensor& begins, int64_t dim, int64_t rows,
+                       int64_t comm_id) {
     const auto comm = communicator(comm_id);
-    check_begins(x, begins, dim, rows, *comm);
-    return x.narrow(dim, begins.const_data_ptr<int64_t>()[comm->rank], rows)
+    check_begins(x, begins, dim, rows, comm);
+    return x.narrow(dim, begins.const_data_ptr<int64_t>()[comm.rank()], rows)
         .clone(at::MemoryFormat::Contiguous);
 }
 
 // begins: room for one more than the ranks.
-Tensor all_gather_into(Communicator& comm, const Tensor& x, int64_t dim, int64_t size,
+Tensor all_gather_into(const AnyCommunicator& comm, const Tensor& x, int64_t dim, int64_t size,
                        int64_t* begins) {
     const Tensor shard = x.contiguous();
     dim = c10::maybe_wrap_dim(dim, shard.dim());
+    if (comm.device)
+        return with_python_errors(
+            [&] { return all_gather(*comm.device, shard, dim, size, begins); });
     at::DimVector sizes(shard.sizes());
     Tensor output;
     const Output block = with_python_errors([&] {
         return all_gather(
-            comm, operand(shard), dim, size,
+            *comm.shm, operand(shard), dim, size,
             [&](int64_t rows) {
                 sizes[dim] = rows;
                 output = at::empty(sizes, shard.options());
@@ -207,21 +224,21 @@ Tensor all_gather_into(Communicator& comm, const Tensor& x, int64_t dim, int64_t
             },
             begins);
     });
-    sizes[dim] = begins[comm.world];
-    return block ? heap_tensor(comm, *block, sizes, shard.scalar_type()) : output;
+    sizes[dim] = begins[comm.world()];
+    return block ? heap_tensor(*comm.shm, *block, sizes, shard.scalar_type()) : output;
 }
 
-Tensor all_gather_cpu(const Tensor& x, int64_t dim, int64_t size, string_view, int64_t comm_id) {
+Tensor all_gather_kernel(const Tensor& x, int64_t dim, int64_t size, string_view, int64_t comm_id) {
     const auto comm = communicator(comm_id);
     int64_t begins[kMaxRanks + 1];
-    return all_gather_into(*comm, x, dim, size, begins);
+    return all_gather_into(comm, x, dim, size, begins);
 }
 
-std::tuple<Tensor, Tensor> all_gather_begins_cpu(const Tensor& x, int64_t dim, int64_t size,
-                                                 int64_t comm_id) {
+std::tuple<Tensor, Tensor> all_gather_begins_kernel(const Tensor& x, int64_t dim, int64_t size,
+                                                    int64_t comm_id) {
     const auto comm = communicator(comm_id);
-    const Tensor begins = at::empty({comm->world + 1}, at::kLong);
-    return {all_gather_into(*comm, x, dim, size, begins.data_ptr<int64_t>()), begins};
+    const Tensor begins = at::empty({comm.world() + 1}, at::kLong);
+    return {all_gather_into(comm, x, dim, size, begins.data_ptr<int64_t>()), begins};
 }
 
 // --- gradients -----------------------------------------------------------------------------------
@@ -412,15 +429,19 @@ TORCH_LIBRARY(coconet, m) {
           tags);
 }
 
-TORCH_LIBRARY_IMPL(coconet, CPU, m) {
-    m.impl("all_reduce", all_reduce_cpu);
-    m.impl("all_reduce_", all_reduce_cpu_);
-    m.impl("reduce_scatter", reduce_scatter_cpu);
-    m.impl("all_gather", all_gather_cpu);
-    m.impl("all_gather_begins", all_gather_begins_cpu);
-    m.impl("own_rows", own_rows_cpu);
-    m.impl("reduce_scatter_rows", reduce_scatter_rows_cpu);
+static void implement_kernels(torch::Library& m) {
+    m.impl("all_reduce", all_reduce_kernel);
+    m.impl("all_reduce_", all_reduce_kernel_);
+    m.impl("reduce_scatter", reduce_scatter_kernel);
+    m.impl("all_gather", all_gather_kernel);
+    m.impl("all_gather_begins", all_gather_begins_kernel);
+    m.impl("own_rows", own_rows_kernel);
+    m.impl("reduce_scatter_rows", reduce_scatter_rows_kernel);
 }
+
+// One set for both: the communicator decides.
+TORCH_LIBRARY_IMPL(coconet, CPU, m) { implement_kernels(m); }
+TORCH_LIBRARY_IMPL(coconet, CUDA, m) { implement_kernels(m); }
 
 TORCH_LIBRARY_IMPL(coconet, ADInplaceOrView, m) { m.impl("all_reduce_", all_reduce_version_); }
 

@@ -10,6 +10,7 @@
 #include "cpu/kernels.h"
 #include "cpu/local.h"
 #include "cpu/rs_adam_ag.h"
+#include "device.h"
 
 namespace py = pybind11;
 
@@ -18,7 +19,11 @@ namespace coconet {
 namespace {
 
 std::mutex registry_mutex;
-std::map<int64_t, std::weak_ptr<Communicator>> registry;
+struct Registered {
+    std::weak_ptr<Communicator> shm;
+    std::weak_ptr<DeviceCommunicator> device;
+};
+std::map<int64_t, Registered> registry;
 int64_t next_serial = 0;
 
 // Runs Python's signal handlers; true when one of them raised (KeyboardInterrupt).
@@ -55,21 +60,24 @@ void set_python_error(const Error& error) {
 
 }  // namespace
 
-int64_t register_communicator(const std::shared_ptr<Communicator>& comm) {
+int AnyCommunicator::rank() const { return device ? device->core->rank : shm->rank; }
+int AnyCommunicator::world() const { return device ? device->core->world : shm->world; }
+
+int64_t register_communicator(const AnyCommunicator& comm) {
     std::lock_guard<std::mutex> lock(registry_mutex);
-    const int64_t id = next_serial++ << 16 | comm->world << 8 | comm->rank;
-    registry[id] = comm;
+    const int64_t id = next_serial++ << 16 | comm.world() << 8 | comm.rank();
+    registry[id] = {comm.shm, comm.device};
     return id;
 }
 
-std::shared_ptr<Communicator> communicator(int64_t id) {
-    std::shared_ptr<Communicator> comm;
+AnyCommunicator communicator(int64_t id) {
+    AnyCommunicator comm;
     {
         std::lock_guard<std::mutex> lock(registry_mutex);
         const auto it = registry.find(id);
-        if (it != registry.end()) comm = it->second.lock();
+        if (it != registry.end()) comm = {it->second.shm.lock(), it->second.device.lock()};
     }
-    if (!comm)
+    if (!comm.shm && !comm.device)
         throw_python(Error(ErrorKind::communicator,
                            "coconet_ops: the communicator of this call doesn't exist any more; "
                            "code that was compiled for it needs torch.compiler.reset()"));
@@ -112,6 +120,39 @@ DType dtype_of(const at::Tensor& t) {
             return static_cast<DType>(static_cast<int>(DType::other) +
                                       static_cast<int>(t.scalar_type()));
     }
+}
+
+OpCode op_code(const std::string& name) {
+    for (const OpCode op : {OpCode::barrier, OpCode::empty, OpCode::all_reduce,
+                            OpCode::reduce_scatter, OpCode::all_gather, OpCode::rs_adam_ag})
+        if (name == op_name(op) || name == std::string(op_name(op)) + "_") return op;
+    return OpCode::rejected;
+}
+
+StepTensors::StepTensors(const std::vector<at::Tensor>& params,
+                         const std::optional<std::vector<std::optional<at::Tensor>>>& grads)
+    : weights(params.size()),
+      gradients(params.size()),
+      dtype(params.empty() ? DType::f32 : dtype_of(params[0])) {
+    for (size_t i = 0; i < params.size(); ++i) {
+        weights[i] = params[i].data_ptr();
+        const at::Tensor grad = grads ? (*grads)[i].value_or(at::Tensor()) : params[i].grad();
+        // An empty tensor has no memory, yet it is there.
+        static const char nothing = 0;
+        gradients[i] = !grad.defined()     ? nullptr
+                       : grad.numel() == 0 ? &nothing
+                                           : grad.const_data_ptr();
+    }
+}
+
+std::vector<std::tuple<int, int64_t, int64_t, int64_t>> slice_pieces(const ListLayout& list,
+                                                                     int rank) {
+    std::vector<std::tuple<int, int64_t, int64_t, int64_t>> pieces;
+    const ListSlices slices = list.slices();
+    slices.for_runs(rank, 0, slices.size(rank), [&](const Run& run) {
+        pieces.emplace_back(run.tensor, run.offset, run.index, run.length);
+    });
+    return pieces;
 }
 
 at::Tensor heap_tensor(const Communicator& comm, const Heap::Block& block, at::IntArrayRef sizes,
@@ -175,8 +216,8 @@ class Homes {
 class Layouts {
   public:
     Layouts(const std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>>& layouts,
-            at::ScalarType dtype)
-        : layouts_(layouts), dtype_(dtype) {}
+            at::ScalarType dtype, at::Device device)
+        : layouts_(layouts), dtype_(dtype), device_(device) {}
     // Whether parameters and gradients (or None) can be used as they are. Says nothing about what
     // is wrong with them.
     bool hold(const py::list& params, const py::list& grads) const {
@@ -192,45 +233,23 @@ class Layouts {
         if (!THPVariable_Check(object)) return false;
         const at::Tensor& t = THPVariable_Unpack(object);
         const auto& [sizes, strides] = layouts_[i];
-        return laid_out(t, dtype_, sizes, strides) && t.is_cpu();
+        return laid_out(t, dtype_, sizes, strides) && t.device() == device_;
     }
     std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>> layouts_;
     at::ScalarType dtype_;
+    at::Device device_;
 };
 
-// grads: one per parameter, None where absent; None altogether: the parameters' own.
 void adam_step(TensorList& list, const std::vector<at::Tensor>& params,
                const std::optional<std::vector<std::optional<at::Tensor>>>& grads,
                const AdamHyper& hyper, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
                const std::optional<at::Tensor>& master) {
-    std::vector<void*> weights(params.size());
-    std::vector<const void*> gradients(params.size());
-    for (size_t i = 0; i < params.size(); ++i) {
-        weights[i] = params[i].data_ptr();
-        at::Tensor grad = grads ? (*grads)[i].value_or(at::Tensor()) : params[i].grad();
-        // An empty tensor has no memory, yet it is there.
-        static const char nothing = 0;
-        gradients[i] = !grad.defined()     ? nullptr
-                       : grad.numel() == 0 ? &nothing
-                                           : grad.const_data_ptr();
-    }
-    const DType dtype = params.empty() ? DType::f32 : dtype_of(params[0]);
+    const StepTensors step(params, grads);
     py::gil_scoped_release release;
     with_python_errors([&] {
-        rs_adam_ag(list, dtype, weights, gradients, hyper, exp_avg.data_ptr<float>(),
+        rs_adam_ag(list, step.dtype, step.weights, step.gradients, hyper, exp_avg.data_ptr<float>(),
                    exp_avg_sq.data_ptr<float>(), master ? master->data_ptr<float>() : nullptr);
     });
-}
-
-// (tensor, first element in it, first element in the slice, elements) for each piece of the slice.
-std::vector<std::tuple<int, int64_t, int64_t, int64_t>> slice_pieces(const TensorList& list,
-                                                                     int rank) {
-    std::vector<std::tuple<int, int64_t, int64_t, int64_t>> pieces;
-    const ListSlices slices = list.slices();
-    slices.for_runs(rank, 0, slices.size(rank), [&](const Run& run) {
-        pieces.emplace_back(run.tensor, run.offset, run.index, run.length);
-    });
-    return pieces;
 }
 
 std::shared_ptr<Communicator> connect(Rendezvous& rendezvous, int rank,
@@ -240,14 +259,6 @@ std::shared_ptr<Communicator> connect(Rendezvous& rendezvous, int rank,
     CommunicatorOptions options{rank, heap_bytes, timeout, check, first_epoch, oversubscribed};
     return std::make_shared<Communicator>(options,
                                           rendezvous.connect(rank, addresses, use_pidfds, timeout));
-}
-
-// fallback: a call that isn't an op of its own.
-OpCode op_code(const std::string& name) {
-    for (const OpCode op : {OpCode::barrier, OpCode::empty, OpCode::all_reduce,
-                            OpCode::reduce_scatter, OpCode::all_gather, OpCode::rs_adam_ag})
-        if (name == op_name(op) || name == std::string(op_name(op)) + "_") return op;
-    return OpCode::rejected;
 }
 
 int64_t hash_bytes(const at::Tensor& t) {
@@ -300,6 +311,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         Release(), "Copies src to dst past the cache: what a benchmark measures the limit with.");
 
     bind_collectives(m);
+    bind_device(m);
+    bind_nccl(m);
 
     py::class_<Rendezvous>(m, "Rendezvous")
         .def(py::init<int64_t>(), py::arg("heap_bytes"))
@@ -311,7 +324,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
     py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
         .def("register",
-             [](const std::shared_ptr<Communicator>& c) { return register_communicator(c); })
+             [](const std::shared_ptr<Communicator>& c) {
+                 return register_communicator({c, nullptr});
+             })
         .def_property_readonly("closed", &Communicator::closed)
         .def_property_readonly("heap_bytes",
                                [](const Communicator& c) { return c.heap()->capacity(); })
@@ -352,6 +367,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                  c.reject(op_code(op), text);
              })
         .def("repeat_all_reduce_", &repeat_all_reduce_, Release(), py::arg("x"), py::arg("calls"))
+        .def("tensor_list",
+             [](std::shared_ptr<Communicator> c, const std::vector<int64_t>& numels) {
+                 py::gil_scoped_release release;
+                 return std::make_unique<TensorList>(std::move(c), numels);
+             })
         .def("ping", &Communicator::ping, Release(), py::arg("rounds"))
         .def("close", &Communicator::close, Release())
         .def("inject_fault", [](Communicator& c, const std::string& phase, int signal) {
@@ -377,7 +397,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              py::arg("adam_w_mode"), py::arg("bias_correction"), py::arg("average_grads"));
 
     py::class_<TensorList>(m, "TensorList")
-        .def(py::init<std::shared_ptr<Communicator>, std::vector<int64_t>>(), Release())
         .def_readonly("numels", &TensorList::numels)
         .def_readonly("slice", &TensorList::slice)
         .def_readwrite("steps", &TensorList::steps)
@@ -388,7 +407,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
     py::class_<Layouts>(m, "Layouts")
         .def(py::init<const std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>>&,
-                      at::ScalarType>())
+                      at::ScalarType, at::Device>())
         .def("hold", &Layouts::hold, py::arg("params"), py::arg("grads"));
 
     py::class_<Homes>(m, "Homes")

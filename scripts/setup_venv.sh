@@ -49,18 +49,34 @@ PY
     fi
     say "torch $version: trying the CPU build"
     log=$(mktemp)
-    if "$venv/bin/pip" install -qq "torch==$version+cpu" 2>"$log"; then
+    if "$venv/bin/python" -m pip install -qq "torch==$version+cpu" 2>"$log"; then
         say "torch: took the CPU build"
     elif grep -q 'No matching distribution found for torch==' "$log"; then
         say "torch: pip's index offers no CPU build, so this takes the plain wheel, which on x86"
         say "       may be a CUDA build of several GB. To avoid that, stop here, set"
         say "       PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels, and start again."
-        "$venv/bin/pip" install "torch==$version"
+        "$venv/bin/python" -m pip install "torch==$version"
     else
         cat "$log" >&2
         exit 1
     fi
     rm -f "$log"
+}
+
+# NCCL stays as it is where torch brought its own.
+install_cuda_tools() {
+    local nvcc kept=()
+    if ! nvcc=$("$venv/bin/python" scripts/cuda_toolkit.py 2>&1); then
+        say "$nvcc; leaving out requirements-cuda.txt"
+        return
+    fi
+    mapfile -t kept < <(sed 's/#.*//' requirements-cuda.txt)
+    if "$venv/bin/python" -m pip show -qq nvidia-nccl-cu13 2>/dev/null; then
+        mapfile -t kept < <(printf '%s\n' "${kept[@]}" | grep -v '^nvidia-nccl')
+    fi
+    say "nvcc is $nvcc: tools of requirements-cuda.txt"
+    # shellcheck disable=SC2068  # one argument per package, no empty ones
+    "$venv/bin/python" -m pip install -qq ${kept[@]}
 }
 
 mapfile -t missing < <(needs)
@@ -81,6 +97,7 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 install_torch
 say "tools of requirements-dev.txt"
-"$venv/bin/pip" install -qq -r requirements-dev.txt
+"$venv/bin/python" -m pip install -qq -r requirements-dev.txt
+install_cuda_tools
 torch=$("$venv/bin/python" -c 'import torch; print(torch.__version__)')
 say "done: $venv has torch $torch"

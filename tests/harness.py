@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import multiprocessing
 import os
 import pickle
@@ -33,6 +34,7 @@ import torch.distributed as dist
 WATCHDOG = 120.0  # seconds: a hang detector, not a speed limit
 GRACE = 8.0  # seconds for the other ranks once one has failed
 HEAP_BYTES = 96 << 20
+EMULATED_HEAP_BYTES = 24 << 20
 TIMEOUT = timedelta(seconds=40)
 
 # The first optimizer imports torch._dynamo, which takes seconds.
@@ -49,7 +51,9 @@ BACKENDS = ("shm", "local", "emulated", "cuda")
 
 def missing_backends() -> dict[str, str]:
     """The backends that don't work here, and why."""
-    missing = {"emulated": "not built"}
+    missing = {}
+    if not Path("/usr/local/cuda/include/cuda_fp16.h").exists():
+        missing["emulated"] = "CUDA's headers are missing"
     if not torch.cuda.is_available():
         missing["cuda"] = "torch finds no CUDA device"
     return missing
@@ -58,8 +62,27 @@ def missing_backends() -> dict[str, str]:
 def _make_local(backend: str, world_size: int, heap_bytes: int, timeout: timedelta):
     import coconet_ops as co
 
-    options = {"local": {}, "cuda": {"device": "cuda"}}[backend]
+    options = {}
+    if backend == "cuda":
+        options = {"device": "cuda"}
+    elif backend == "emulated":
+        heap_bytes = min(heap_bytes, EMULATED_HEAP_BYTES)  # its memory is taken at once
+        options = {"_backend": emulated_backend(), "_launch": {"blocks": 2, "threads": 64}}
     return co.LocalCommunicator(world_size, heap_bytes=heap_bytes, timeout=timeout, **options)
+
+
+@functools.cache
+def emulated_backend():
+    """The CUDA backend over the emulator; builds what has changed of it."""
+    from coconet_ops import _C
+
+    # Not the job server of the `make test` that may have started this.
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    root = Path(__file__).parents[1]
+    subprocess.run(
+        ["make", "-s", "-C", root / "csrc/emulator"], env=environment, check=True, stdout=sys.stderr
+    )
+    return _C.load_backend(str(root / "build/emulated/libcoconet_emulated.so"))
 
 
 # --- inside a rank -------------------------------------------------------------------------------

@@ -96,14 +96,6 @@ def test_communicators_are_cached_per_group(run_pair):
     run_pair(cached)
 
 
-def test_build_info_describes_the_build():
-    info = co.build_info()
-    assert info["version"] == co.__version__
-    assert info["torch"] == torch.__version__
-    assert "shm" in info["backends"]
-    assert info["isa"] and info["compiler"]
-
-
 def barrier_waits_for_all():
     comm = communicator()
     for _ in range(5):

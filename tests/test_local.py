@@ -94,6 +94,17 @@ def test_sixty_four_ranks():
 
 
 def test_counters_wrap_around():
+    timeout = timedelta(seconds=0.5)
+    with co.LocalCommunicator(2, heap_bytes=MIB, timeout=timeout, _first_epoch=2**32 - 5) as local:
+
+        def work(comm):
+            for _ in range(4):
+                assert (co.all_reduce(torch.ones(3), group=comm) == 2).all()
+            if comm.rank == 0:
+                with pytest.raises(co.CommunicatorTimeout, match="expected 0, seen 4294967295"):
+                    comm.barrier()
+
+        local.run(work)
     with co.LocalCommunicator(2, heap_bytes=MIB, _first_epoch=2**32 - 5) as local:
 
         def work(comm):
@@ -275,6 +286,11 @@ def test_tensors_outlive_the_communicator(three):
     xs = three.run(lambda comm: comm.empty(1000).fill_(comm.rank))
     three.close()
     assert [x.sum().item() for x in xs] == [0, 1000, 2000]
+
+
+def test_group_is_a_rank_and_not_all_of_them(three):
+    with pytest.raises(TypeError, match="group is a LocalCommunicator"):
+        co.all_reduce(torch.ones(3), group=three)
 
 
 def test_one_run_at_a_time(three):

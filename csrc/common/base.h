@@ -5,13 +5,18 @@
 
 #if defined(__CUDACC__)
 #define COCONET_HD __host__ __device__ __forceinline__
+#else
+// always_inline: files compiled for different instruction sets must not share an out-of-line copy.
+#define COCONET_HD inline __attribute__((always_inline))
+#endif
+
+// Of loops in kernels.
+#if defined(__CUDA_ARCH__)
 #define COCONET_UNROLL _Pragma("unroll")
 #define COCONET_NO_UNROLL _Pragma("unroll 1")
 #else
 #define COCONET_UNROLL
 #define COCONET_NO_UNROLL
-// always_inline: files compiled for different instruction sets must not share an out-of-line copy.
-#define COCONET_HD inline __attribute__((always_inline))
 #endif
 
 namespace coconet {

@@ -22,8 +22,8 @@
     extern __shared__ __align__(128) unsigned char coconet_shared_raw[]; \
     T* const name = reinterpret_cast<T*>(coconet_shared_raw)
 
-// A variable of the block: COCONET_SHARED(float[32], sums). As __shared__, but the emulator fills
-// it with garbage when a block begins.
+// A variable of the block: COCONET_SHARED(float[32], sums). __shared__ for both compilers; the
+// emulator fills it with garbage at first.
 #define COCONET_SHARED(T, name)   \
     using name##_shared_type = T; \
     __shared__ name##_shared_type name

@@ -93,8 +93,10 @@ struct PeerBuffers {
 class Backend {
   public:
     virtual ~Backend() = default;
-    // Which it is and what it holds code for; empty in a build without CUDA.
-    virtual std::string description() const = 0;
+    // The toolkit that built it, as "13.0", and nvcc's names of what it holds code for, with commas
+    // between them; empty in a build without CUDA.
+    virtual std::string version() const = 0;
+    virtual std::string targets() const = 0;
     // Why there is none, when it is 0.
     virtual int device_count(std::string* why) const = 0;
     virtual DeviceInfo device_info(int device) const = 0;

@@ -9,7 +9,8 @@ namespace coconet::cuda {
 
 class DeviceBackend : public Backend {
   public:
-    std::string description() const override { return runtime_description(); }
+    std::string version() const override { return runtime_version(); }
+    std::string targets() const override { return runtime_targets(); }
     int device_count(std::string* why) const override { return cuda::device_count(why); }
     DeviceInfo device_info(int device) const override { return cuda::device_info(device); }
     std::vector<std::shared_ptr<Communicator>> local(int world,

@@ -11,7 +11,8 @@ constexpr const char* kWhy =
 
 class NoCuda : public Backend {
   public:
-    std::string description() const override { return ""; }
+    std::string version() const override { return ""; }
+    std::string targets() const override { return ""; }
     int device_count(std::string* why) const override {
         *why = kWhy;
         return 0;

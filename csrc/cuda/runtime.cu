@@ -7,6 +7,10 @@
 #include "cuda/launch.cuh"
 #include "cuda/runtime.h"
 
+#if !defined(COCONET_CUDA_TARGETS)  // setup.py says
+#define COCONET_CUDA_TARGETS ""
+#endif
+
 namespace coconet::cuda {
 
 namespace {
@@ -147,9 +151,10 @@ int resident_blocks(int device, const void* kernel, unsigned threads, size_t sha
 #define COCONET_TEXT(...) #__VA_ARGS__
 #define COCONET_EXPANDED(...) COCONET_TEXT(__VA_ARGS__)
 
-const char* runtime_description() {
-    return "CUDA " COCONET_EXPANDED(__CUDACC_VER_MAJOR__) "." COCONET_EXPANDED(
-        __CUDACC_VER_MINOR__) ", code for " COCONET_EXPANDED(__CUDA_ARCH_LIST__);
+const char* runtime_version() {
+    return COCONET_EXPANDED(__CUDACC_VER_MAJOR__) "." COCONET_EXPANDED(__CUDACC_VER_MINOR__);
 }
+
+const char* runtime_targets() { return COCONET_CUDA_TARGETS; }
 
 }  // namespace coconet::cuda

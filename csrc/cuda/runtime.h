@@ -49,7 +49,9 @@ bool capturing(Stream stream);
 // What is launched on `later` from now on begins after what was launched on `earlier`.
 void order(Stream earlier, Stream later);
 
-// Which runtime this is and, for CUDA, the architectures it holds code for.
-const char* runtime_description();
+// The toolkit that built this, as "13.0".
+const char* runtime_version();
+// nvcc's names of what there is code for, with commas between them.
+const char* runtime_targets();
 
 }  // namespace coconet::cuda

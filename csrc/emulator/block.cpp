@@ -152,7 +152,7 @@ std::string describe_thread(const Thread& thread) {
 
 std::string Block::describe() const {
     std::string text = "  block (" + std::to_string(index.x) + ", " + std::to_string(index.y) + ")";
-    if (&current->block == this)
+    if (current && &current->block == this)
         text += ", reported by its thread " + std::to_string(current->number);
     text += "\n";
     for (unsigned first = 0, end; first < shape.x; first = end) {

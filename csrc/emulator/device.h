@@ -14,8 +14,8 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
-// __shared__ can't work, since an OS thread runs all blocks: COCONET_SHARED and
-// COCONET_DYNAMIC_SHARED do.
+// No __shared__, since no variable of C++ is one for each block: COCONET_SHARED and
+// COCONET_DYNAMIC_SHARED take its place.
 
 #define threadIdx (::coconet::emulator::current->index)
 #define blockIdx (::coconet::emulator::current->block.index)

@@ -1,6 +1,8 @@
-// The emulator as a test sees it: schedules, limits, graphs. Runs the kernels of csrc/cuda,
-// compiled by g++ with -DCOCONET_EMULATED, on the CPU: an OS thread for each resident block, a
-// fiber for each CUDA thread. Tests only.
+// The emulator as a test sees it: schedules, limits, graphs.
+//
+// It runs the kernels and launchers of csrc/cuda, compiled by g++ with -DCOCONET_EMULATED, on the
+// CPU: each CUDA thread is a fiber, each launch runs on the OS thread that asks for it and is done
+// when it returns. Tests only. Launches of several OS threads may wait for each other.
 //
 // Not modelled: scopes narrower than the system, caches, mbarrier, TMA, clusters, multimem.
 #pragma once

@@ -16,6 +16,7 @@
 #include "emulator/emulator.h"
 #include "emulator/grid.h"
 #include "emulator/limits.h"
+#include "emulator/sanitizers.h"
 #include "emulator/settings.h"
 
 namespace coconet {
@@ -41,6 +42,7 @@ void expect_device(int device) {
 
 // Keeps the step for later if the stream is being captured.
 bool captured(cuda::Stream stream, const std::function<void()>& step) {
+    const Unseen unseen;
     const std::lock_guard<std::mutex> lock(captures_mutex);
     const auto found = captures.find(stream);
     if (found == captures.end()) return false;
@@ -130,6 +132,7 @@ void synchronize(Stream stream) {
     if (capturing(stream)) raise("synchronize", "operation not permitted when stream is capturing");
 }
 bool capturing(Stream stream) {
+    const Unseen unseen;
     const std::lock_guard<std::mutex> lock(captures_mutex);
     return captures.count(stream) > 0;
 }
@@ -139,18 +142,15 @@ void order(Stream, Stream) {}  // every stream runs what it is given at once
 void launch(const KernelCall& call, const LaunchShape& shape, Stream stream) {
     if (const char* why = refused(shape, settings().multiprocessors))
         raise("a launch of " + to_string(shape), why);
-    // A graph keeps a copy of the parameters, aligned as any type.
+    if (!capturing(stream)) return run(call, shape);
+    // A graph keeps a copy of the parameters.
     const auto* const bytes = static_cast<const unsigned char*>(call.params);
-    const auto replay = [call, shape,
-                         params = std::vector<unsigned char>(bytes, bytes + call.params_bytes)] {
-        KernelCall again = call;
-        again.params = params.data();
-        run(again, shape);
-    };
-    if (capturing(stream))
-        captured(stream, replay);
-    else
-        run(call, shape);
+    captured(stream,
+             [call, shape, params = std::vector<unsigned char>(bytes, bytes + call.params_bytes)] {
+                 KernelCall again = call;
+                 again.params = params.data();
+                 run(again, shape);
+             });
 }
 
 int resident_blocks(int device, const void*, unsigned threads, size_t shared_bytes) {
@@ -158,7 +158,8 @@ int resident_blocks(int device, const void*, unsigned threads, size_t shared_byt
     return emulator::resident_blocks(threads, shared_bytes, settings().multiprocessors);
 }
 
-const char* runtime_description() { return "emulated on the CPU"; }
+const char* runtime_version() { return "emulated"; }
+const char* runtime_targets() { return ""; }
 
 }  // namespace cuda
 

@@ -20,6 +20,16 @@ __global__ void some_threads_at_barrier(const __grid_constant__ Word p) {
     if (threadIdx.x == 31 && blockIdx.y == 0) *p.word = 1;
 }
 
+// The other block ends last.
+__global__ void one_block_hangs(const __grid_constant__ Word p) {
+    if (blockIdx.x == 1)
+        for (int i = 0; i < 10; ++i) load_relaxed(p.word);
+    else if (threadIdx.x > 0)
+        __syncthreads();
+    else
+        __syncwarp(3);
+}
+
 __global__ void wait_for_nothing(const __grid_constant__ Word p) {
     if (threadIdx.x == 3)
         while (load_acquire(p.word) == 0) pause();
@@ -68,6 +78,15 @@ CASE(report_of_a_deadlock) {
     expect_in("threads 0 to 4: waits in __syncthreads at emulated_reports.cu:" + line, text);
     expect_in("threads 5 to 6: ended", text);
     expect_in("thread 7: waits in __syncwarp at emulated_reports.cu:", text);
+}
+
+CASE(report_of_a_deadlock_in_one_block) {
+    Memory<uint32_t> word(1);
+    const std::string text =
+        last_words([&] { run(one_block_hangs, blocks_of(2, 32), {word.data()}); });
+    expect_in("thread 0: waits in __syncwarp at emulated_reports.cu:", text);
+    expect_in("threads 1 to 31: waits in __syncthreads", text);
+    expect_in("block (1, 0)\n    threads 0 to 31: ended", text);
 }
 
 CASE(report_of_a_spin_timeout) {

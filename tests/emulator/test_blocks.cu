@@ -28,8 +28,10 @@ __global__ void barriers(const __grid_constant__ Out p) {
     }
     // The last threads leave early; the others' barriers don't wait for them.
     if (t >= 70) return;
-    const int any = __syncthreads_or(t == 69), none = __syncthreads_or(t == 70);
-    p.out[t] = ring[t] + 1000 * static_cast<uint32_t>(any != 0) + 10000 * (none != 0);
+    uint32_t votes = 0;
+    for (uint32_t i = 0; i < 8; ++i)
+        votes = 2 * votes + (__syncthreads_or(i % 3 == 0 && t == 60 + i) != 0);
+    p.out[t] = ring[t] + 1000 * votes;
 }
 
 template <int N>
@@ -131,7 +133,8 @@ CASE(barriers_of_a_block) {
     Memory<uint32_t> out(96);
     run(barriers, blocks_of(1, 96, 96 * 4), {out.data()});
     for (uint32_t t = 0; t < 96; ++t)
-        expect(out[t] == (t < 70 ? (t + 10) % 96 + 1000 : 0), "a value after barriers is wrong");
+        expect(out[t] == (t < 70 ? (t + 10) % 96 + 1000 * 0b10010010 : 0),
+               "a value after barriers is wrong");
 }
 
 CASE(shared_variables_of_two_functions) {

@@ -5,7 +5,7 @@
 
 namespace coconet::native {
 
-std::string program() { return std::string("emulator tests, ") + runtime_description(); }
+std::string program() { return std::string("emulator tests, ") + runtime_version(); }
 
 CASE(memory_is_zeroed_and_aligned) {
     for (const int64_t bytes : {0, 1, 1000, 70000}) {
@@ -38,7 +38,7 @@ CASE(devices_are_described) {
     expect_in("CUDA: ", error_of([] { DeviceGuard guard(99); }));
     DeviceGuard guard(0);
     expect(!capturing(nullptr), "a stream is captured");
-    expect(strlen(runtime_description()) > 0, "no description of the runtime");
+    expect(strlen(runtime_version()) > 0, "no version of the runtime");
 }
 
 }  // namespace coconet::native

@@ -53,10 +53,13 @@ __global__ void nested_masks(const __grid_constant__ Out p) {
     p.out[lane] = sum;
 }
 
-// Half of the lanes have ended.
+// Half of the lanes end while the others wait for them.
 __global__ void ended_lanes(const __grid_constant__ Out p) {
-    if (threadIdx.x % 2) return;
-    p.out[threadIdx.x] = static_cast<int>(__ballot_sync(0x55555555u, 1));
+    if (threadIdx.x % 2) {
+        pause();
+        return;
+    }
+    p.out[threadIdx.x] = static_cast<int>(__ballot_sync(~0u, 1));
 }
 
 __global__ void warp_barrier(const __grid_constant__ Out p) {
