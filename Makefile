@@ -3,6 +3,7 @@
 # make test    set up .venv, build, run every test                      (TEST_ARGS="-k adam")
 # make native  build and run the native tests of csrc/cpu and csrc/emulator: no Python, no torch
 # make sanitize  the same plain, under ThreadSanitizer, and under AddressSanitizer with UBSan
+# make mutants   remove each synchronization once; a test must notice   (MUTANTS_ARGS="--only heap")
 # make cuda-gate  compile every CUDA kernel for every architecture and check the code: no GPU needed
 # make lint | format | setup | clean
 #
@@ -21,11 +22,12 @@ CPP := $(shell find csrc python -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o
 CPP_DIRS := $(shell find csrc python -type d -not -name __pycache__ 2>/dev/null)
 BENCH_ARGS ?=
 TEST_ARGS ?=
+MUTANTS_ARGS ?=
 NATIVE_TESTS := tests/native tests/emulator
 # Headers and sources outside the extension.
 CPP_TESTS := $(wildcard $(foreach folder,$(NATIVE_TESTS),$(addprefix $(folder)/*.,h cpp cu)))
 
-.PHONY: bench bench-peers test native sanitize cuda-gate lint format setup clean
+.PHONY: bench bench-peers test native sanitize mutants cuda-gate lint format setup clean
 
 bench: setup
 	$(BIN)/coconet-bench all $(BENCH_ARGS)
@@ -45,6 +47,9 @@ sanitize:
 	        $(MAKE) --no-print-directory -C $$folder run MODE=$$mode; \
 	    done; \
 	done
+
+mutants:
+	@python3 scripts/mutation_check.py $(MUTANTS_ARGS)
 
 cuda-gate: $(VENV)/.tools
 	@$(BIN)/python scripts/cuda_gate.py

@@ -21,7 +21,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import _C, checks
-from .communicator import Communicator, Group, communicator, number, world_size
+from .communicator import Communicator, Group, communicator_for, number, world_size
 
 _ops = torch.ops.coconet
 
@@ -49,8 +49,8 @@ def all_reduce(x: torch.Tensor, *, op: str = "sum", group: Group = None) -> torc
         PeerLostError, CommunicatorTimeout: a peer died, or didn't call in time.
     """
     if is_dynamo_compiling():
-        return _ops.all_reduce.default(x, op, number(group))
-    comm = communicator(group)
+        return _ops.all_reduce.default(x, op, number(group, x.device.type))
+    comm = communicator_for(x, group)
     with checks.arguments(comm, "all_reduce"):
         check_reduce(comm, "all_reduce", x, op)
     return _C.all_reduce(x, op, comm._id)
@@ -63,9 +63,9 @@ def all_reduce_(x: torch.Tensor, *, op: str = "sum", group: Group = None) -> tor
         ``x`` is a leaf that requires grad (or a view of one), as any in-place change.
     """
     if is_dynamo_compiling():
-        _ops.all_reduce_.default(x, op, number(group))
+        _ops.all_reduce_.default(x, op, number(group, x.device.type))
         return x
-    comm = communicator(group)
+    comm = communicator_for(x, group)
     with checks.arguments(comm, "all_reduce_"):
         check_reduce(comm, "all_reduce_", x, op)
         checks.check_writable("all_reduce_", "x", x)
@@ -104,8 +104,8 @@ def reduce_scatter(
     Raises: as :func:`all_reduce`.
     """
     if is_dynamo_compiling():
-        return _ops.reduce_scatter.default(x, dim, op, split, number(group))
-    comm = communicator(group)
+        return _ops.reduce_scatter.default(x, dim, op, split, number(group, x.device.type))
+    comm = communicator_for(x, group)
     with checks.arguments(comm, "reduce_scatter"):
         dim = check_reduce_scatter(comm, x, dim, op, split)
     return _C.reduce_scatter(x, dim, op, split, comm._id)
@@ -146,9 +146,9 @@ def all_gather(
     """
     if is_dynamo_compiling():
         if size is None:
-            size = x.shape[dim] * world_size(group)
-        return _ops.all_gather.default(x, dim, size, grad, number(group))
-    comm = communicator(group)
+            size = x.shape[dim] * world_size(group, x.device.type)
+        return _ops.all_gather.default(x, dim, size, grad, number(group, x.device.type))
+    comm = communicator_for(x, group)
     with checks.arguments(comm, "all_gather"):
         dim = check_all_gather(comm, x, dim, grad)
         if size is None:
@@ -173,8 +173,8 @@ def copy_to_group(x: torch.Tensor, *, group: Group = None) -> torch.Tensor:
     Raises: as :func:`all_reduce`, in the backward pass when ranks disagree.
     """
     if is_dynamo_compiling():
-        return _ops.copy_to_group.default(x, number(group))
-    comm = communicator(group)
+        return _ops.copy_to_group.default(x, number(group, x.device.type))
+    comm = communicator_for(x, group)
     checks.check_tensor(comm, "copy_to_group", "x", x, checks.REDUCE_DTYPES)
     return _C.copy_to_group(x, comm._id)
 

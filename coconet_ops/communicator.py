@@ -12,17 +12,17 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 import torch
 import torch.distributed as dist
 
-from . import _C, checks
+from . import _C, checks, cuda_peer
 from .errors import CommunicatorError
 
 Group = Union["Communicator", "dist.ProcessGroup", None]
 
-_cache: dict[dist.ProcessGroup, Communicator] = {}
+_cache: dict[tuple[dist.ProcessGroup, str], Communicator] = {}  # by group and type of device
 _cache_lock = threading.RLock()
 _open: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 
@@ -35,28 +35,38 @@ class Communicator:
     Args:
         group: a ``torch.distributed`` process group; None is the default group. Its ranks must
             share one host. The group serves only to meet; nothing is sent through it later.
-        heap_bytes: capacity of each rank's heap, equal on all ranks. Address space only: pages
-            are taken as tensors are allocated. Default: the machine's memory. Where the system's
-            pool of 2 MiB pages (``vm.nr_hugepages``) has room for all of it, it lies there.
+        device: where the tensors are: ``"cpu"``, or this rank's CUDA device, which no other rank
+            of the group has.
+        heap_bytes: capacity of each rank's heap, equal on all ranks. On the CPU address space
+            only: pages are taken as tensors are allocated; by default the machine's memory. Where
+            the system's pool of 2 MiB pages (``vm.nr_hugepages``) has room for all of it, it lies
+            there. On a CUDA device memory is taken at once; by default 1 GiB.
         timeout: how long any wait for a peer may last.
+        peer_memory: what maps CUDA devices' memory into each other: ``"symmetric"``
+            (``torch.distributed._symmetric_memory``) or ``"nccl"`` (NCCL's windows; in builds
+            with NCCL).
 
     Attributes:
         rank, world_size: of this rank, in the group.
-        backend: ``"shm"``, or ``"local"`` for a rank of a :class:`LocalCommunicator`.
+        backend: ``"shm"``, ``"cuda_peer"``, or ``"local"`` for a rank of a
+            :class:`LocalCommunicator`.
         device: where the heap is, and all tensors that its calls take.
 
     Raises:
-        CommunicatorError: ranks on several hosts (named), more than 64 ranks, ranks that
-            disagree on heap_bytes or COCONET_CHECK, bad arguments on some rank, or no shared memory
-            to be had; on every rank.
+        CommunicatorError: ranks on several hosts (named), more than 64 ranks (16 on CUDA devices),
+            ranks that disagree on heap_bytes or COCONET_CHECK, bad arguments on some rank, no
+            shared memory to be had, or devices that can't reach each other; on every rank.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         *,
+        device: torch.device | str = "cpu",
         heap_bytes: int | None = None,
         timeout: timedelta = timedelta(seconds=60),
+        peer_memory: str = "symmetric",
+        _peers: dict[str, Any] | None = None,  # for tests: options of cuda_peer.connect
         _liveness: str = "auto",
         _first_epoch: int = 0,
     ) -> None:
@@ -72,11 +82,16 @@ class Communicator:
             )
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
-        self.backend = "shm"
-        self.device = torch.device("cpu")
         self.timeout = timeout
         if self.rank < 0:
             raise ValueError("Communicator: this process is not a member of the group")
+        self.device = torch.device(device)
+        if self.device.type == "cuda" or _peers is not None:
+            self._connect_devices(group, heap_bytes, peer_memory, **(_peers or {}))
+            return
+        if self.device.type != "cpu":
+            raise ValueError(f"Communicator: device is {device}; it must be cpu or cuda")
+        self.backend = "shm"
         rendezvous, host, problem = None, "", ""
         try:
             heap_bytes, seconds = check_limits(heap_bytes, timeout)
@@ -118,6 +133,38 @@ class Communicator:
         if failed:
             self.close()
             raise CommunicatorError("Communicator: could not be created: " + "; ".join(failed))
+        self._start(dist.group.WORLD if group is None else group)
+
+    def _connect_devices(
+        self,
+        group: dist.ProcessGroup | None,
+        heap_bytes: int | None,
+        provider: str,
+        **test_options: Any,
+    ) -> None:
+        self.backend = "cuda_peer"
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._core = None
+        problem, seconds = "", 0.0
+        try:
+            heap_bytes, seconds = check_limits(heap_bytes or cuda_peer.HEAP_BYTES, self.timeout)
+        except (TypeError, ValueError) as error:
+            problem = str(error)
+        problems = _exchange(problem, group, self.world_size)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        if failed:
+            raise CommunicatorError("Communicator: could not be created: " + "; ".join(failed))
+        self._core = cuda_peer.connect(
+            group,
+            self.device,
+            heap_bytes=heap_bytes,
+            seconds=seconds,
+            check=calls_are_compared(),
+            provider=provider,
+            exchange=lambda mine: _exchange(mine, group, self.world_size),
+            **test_options,
+        )
         self._start(dist.group.WORLD if group is None else group)
 
     @classmethod
@@ -319,43 +366,52 @@ def _agree(ranks: list[dict]) -> None:
         )
 
 
-def communicator(group: Group = None) -> Communicator:
+def communicator(group: Group = None, device: str = "cpu") -> Communicator:
     """The communicator of a group, created on first use (then collective) and cached.
 
     Args:
         group: a process group, None for the default group, or a communicator, which is returned.
+        device: type of the device where the tensors are: ``"cpu"`` or ``"cuda"``, which is this
+            rank's current device. Each has a communicator of its own.
     """
     if group is None:
         group = dist.group.WORLD
     elif isinstance(group, Communicator):
         return group
     # Without the lock: every call of an op comes here.
-    return _cache.get(group) or _create(group)
+    return _cache.get((group, device)) or _create(group, device)
 
 
-def _create(group: dist.ProcessGroup | None) -> Communicator:
+def communicator_for(x: object, group: Group) -> Communicator:
+    """The communicator of a group for a tensor x; checks say what is wrong with another x."""
+    if type(group) is Communicator:
+        return group
+    return communicator(group, "cuda" if isinstance(x, torch.Tensor) and x.is_cuda else "cpu")
+
+
+def _create(group: dist.ProcessGroup | None, device: str) -> Communicator:
     if group is None:
         raise RuntimeError(
             "coconet_ops: torch.distributed is not initialized; "
             "call torch.distributed.init_process_group first"
         )
     with _cache_lock:
-        comm = _cache.get(group)
+        comm = _cache.get((group, device))
         if comm is None:
-            comm = _cache[group] = Communicator(group)
+            comm = _cache[group, device] = Communicator(group, device=device)
         return comm
 
 
 @torch.compiler.assume_constant_result
-def number(group: Group) -> int:
+def number(group: Group, device: str) -> int:
     """What torch ops call the communicator of a group; a constant of compiled code."""
-    return communicator(group)._id
+    return communicator(group, device)._id
 
 
 @torch.compiler.assume_constant_result
-def world_size(group: Group) -> int:
+def world_size(group: Group, device: str) -> int:
     """The world size of a group; a constant of compiled code."""
-    return communicator(group).world_size
+    return communicator(group, device).world_size
 
 
 def by_number(number: int) -> Communicator:
@@ -392,7 +448,7 @@ def _destroy_group_and_communicators(group: dist.ProcessGroup | None = None) -> 
     for comm in _all_open():
         if comm._group is not None and not _registered(comm._group):
             comm.close()
-            _cache.pop(comm._group, None)
+            _cache.pop((comm._group, comm.device.type), None)
 
 
 # torch has no hook for it, and a group object may outlive its destruction: torch modules that are

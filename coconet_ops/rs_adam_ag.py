@@ -9,7 +9,7 @@ import torch
 
 from . import _C, checks
 from .collectives import all_gather
-from .communicator import Communicator, Group, communicator
+from .communicator import Communicator, Group, communicator, communicator_for
 from .errors import MismatchError
 
 _OP = "rs_adam_ag_"
@@ -33,7 +33,8 @@ class AdamState:
     """
 
     def __init__(self, params: Sequence[torch.Tensor], *, group: Group = None) -> None:
-        self.comm: Communicator = communicator(group)
+        first = params[0] if isinstance(params, Sequence) and params else None
+        self.comm: Communicator = communicator_for(first, group)
         with checks.arguments(self.comm, _OP):
             params = list(params)
             check_params(self.comm, params)
@@ -129,7 +130,7 @@ def rs_adam_ag_(
     """
     comm = state.comm
     with checks.arguments(comm, _OP):
-        if group is not None and communicator(group) is not comm:
+        if group is not None and communicator(group, comm.device.type) is not comm:
             raise ValueError(f"{_OP}: group is not the communicator of state")
         params, grads = list(params), list(grads)
         ready = state._layouts.hold(params, grads)  # as a rule; Python is slow at finding out

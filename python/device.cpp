@@ -72,6 +72,18 @@ cuda::Options options(int device, int64_t heap_bytes, double timeout, bool check
     return o;
 }
 
+// The emulator has one device, whose tensors are on the CPU.
+int index_of(at::Device device) { return device.is_cuda() ? device.index() : 0; }
+
+// Keeps a Python object for code that may drop it without the GIL.
+std::shared_ptr<void> kept(const py::object& object) {
+    return {new py::object(object), [](py::object* p) {
+                if (!Py_IsInitialized()) return;  // the process is at its end
+                py::gil_scoped_acquire gil;
+                delete p;
+            }};
+}
+
 // Runs f with the current stream, without the GIL.
 template <class F>
 auto on_stream(const DeviceCommunicator& comm, F&& f) {
@@ -224,9 +236,8 @@ void bind_device(py::module_& m) {
             [](const cuda::Backend& b, int world, at::Device device, int64_t heap_bytes,
                double timeout, bool check, uint32_t first_epoch, int blocks, int threads) {
                 std::vector<std::shared_ptr<DeviceCommunicator>> ranks;
-                const int index = device.is_cuda() ? device.index() : 0;
-                for (auto& core : b.local(world, options(index, heap_bytes, timeout, check,
-                                                         first_epoch, blocks, threads)))
+                for (auto& core : b.local(world, options(index_of(device), heap_bytes, timeout,
+                                                         check, first_epoch, blocks, threads)))
                     ranks.push_back(std::make_shared<DeviceCommunicator>(core, device));
                 return ranks;
             },
@@ -235,22 +246,27 @@ void bind_device(py::module_& m) {
             py::arg("threads") = 0)
         .def(
             "peer_buffer_bytes",
-            [](const cuda::Backend& b, int world, int device, int64_t heap_bytes) {
-                return b.buffer_bytes(world, options(device, heap_bytes, 0, true, 0, 0, 0));
+            [](const cuda::Backend& b, int world, at::Device device, int64_t heap_bytes,
+               int blocks) {
+                return b.buffer_bytes(world,
+                                      options(index_of(device), heap_bytes, 0, true, 0, blocks, 0));
             },
-            py::arg("world"), py::arg("device"), py::arg("heap_bytes"))
+            py::arg("world"), py::arg("device"), py::arg("heap_bytes"), py::arg("blocks"))
         .def(
             "peer_communicator",
             [](const cuda::Backend& b, int rank, const std::vector<uintptr_t>& buffers,
-               int64_t bytes, at::Device device, int64_t heap_bytes, double timeout, bool check) {
-                cuda::PeerBuffers peers{rank, {}, bytes};
+               const py::object& owner, int64_t bytes, at::Device device, int64_t heap_bytes,
+               double timeout, bool check, int blocks) {
+                cuda::PeerBuffers peers{rank, {}, bytes, kept(owner)};
                 for (const uintptr_t p : buffers) peers.base.push_back(reinterpret_cast<void*>(p));
-                const int index = device.is_cuda() ? device.index() : 0;
                 return std::make_shared<DeviceCommunicator>(
-                    b.peer(peers, options(index, heap_bytes, timeout, check, 0, 0, 0)), device);
+                    b.peer(peers,
+                           options(index_of(device), heap_bytes, timeout, check, 0, blocks, 0)),
+                    device);
             },
-            Release(), py::arg("rank"), py::arg("buffers"), py::arg("bytes"), py::arg("device"),
-            py::arg("heap_bytes"), py::arg("timeout"), py::arg("check"));
+            py::arg("rank"), py::arg("buffers"), py::arg("owner"), py::arg("bytes"),
+            py::arg("device"), py::arg("heap_bytes"), py::arg("timeout"), py::arg("check"),
+            py::arg("blocks"));
     m.attr("max_device_ranks") = cuda::kMaxRanks;
     m.def("cuda_backend", &cuda::backend, py::return_value_policy::reference);
     m.def("load_backend", &load_backend, py::return_value_policy::reference, py::arg("path"));

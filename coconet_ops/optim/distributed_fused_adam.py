@@ -12,7 +12,7 @@ import torch
 
 from .. import _C, checks
 from ..collectives import all_gather
-from ..communicator import Communicator, Group, communicator
+from ..communicator import Communicator, Group, communicator_for
 from ..errors import MismatchError
 from ..rs_adam_ag import (
     AdamState,
@@ -78,6 +78,15 @@ class _Shard:
             _move_gradient_in(self.params[i], t, self.gradients[i])
 
 
+def _first_tensor(params: object) -> object:
+    """The first parameter of a list, or of a list of groups, if it can be had without iterating."""
+    first = params[0] if isinstance(params, list) and params else None
+    if isinstance(first, dict):
+        inner = first.get("params")
+        first = inner[0] if isinstance(inner, (list, tuple)) and inner else inner
+    return first
+
+
 class DistributedFusedAdam(torch.optim.Optimizer):
     """Adam or AdamW, data-parallel: each step is one fused pass of reduce-scatter, update and
     all-gather (:func:`coconet_ops.rs_adam_ag_`). Don't all-reduce gradients yourself.
@@ -124,7 +133,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         broadcast_params: bool = False,
         rehome: bool = True,
     ) -> None:
-        self._comm = communicator(process_group)
+        if not isinstance(params, (torch.Tensor, dict)) and isinstance(params, Iterable):
+            params = list(params)
+        self._comm = communicator_for(_first_tensor(params), process_group)
         self._adam_w_mode = adam_w_mode
         self._average_grads = average_grads
         self._broadcast_params = broadcast_params

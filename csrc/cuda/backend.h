@@ -83,11 +83,12 @@ class Communicator {
                             const AdamState& state, Stream stream) = 0;
 };
 
-// One buffer per rank, of which this process reaches all, zeroed.
+// One buffer per rank, of which this process reaches all, zeroed. They live as long as the owner.
 struct PeerBuffers {
     int rank;
     std::vector<void*> base;
     int64_t bytes;
+    std::shared_ptr<void> owner;
 };
 
 class Backend {
@@ -103,7 +104,7 @@ class Backend {
     // world ranks on one device, by rank, each for a thread of its own; they meet on the host, and
     // the last one launches for all.
     virtual std::vector<std::shared_ptr<Communicator>> local(int world, const Options&) const = 0;
-    // This process's rank. buffers must outlive the result.
+    // This process's rank.
     virtual std::shared_ptr<Communicator> peer(const PeerBuffers& buffers,
                                                const Options&) const = 0;
     // Of a peer communicator with this heap.

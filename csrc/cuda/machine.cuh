@@ -299,10 +299,11 @@ COCONET_DEVICE void copy_elements(const Team& team, T* to, const T* from, int64_
         COCONET_NO_UNROLL
         for (; base < body; base += team.threads) store_peer(dst + base, load_peer(src + base));
     }
+    const int64_t packed = body * kElements;
     COCONET_NO_UNROLL
-    for (int64_t i = team.thread; i < n; i += team.threads) {
-        if (i >= head && i < head + body * kElements) i += body * kElements;
-        if (i < n) store_peer(to + i, load_peer(from + i));
+    for (int64_t rest = team.thread; rest < n - packed; rest += team.threads) {
+        const int64_t i = rest < head ? rest : rest + packed;
+        store_peer(to + i, load_peer(from + i));
     }
 }
 

@@ -21,7 +21,8 @@ class PeerRank : public Rank {
     PeerRank(const PeerBuffers& buffers, const Options& options, const LaunchConfig& config)
         : Rank(buffers.rank, static_cast<int>(buffers.base.size()), options, config,
                {static_cast<char*>(buffers.base[buffers.rank]), geometry_of(config),
-                options.heap_bytes}) {
+                options.heap_bytes}),
+          owner_(buffers.owner) {
         segments_.world = world;
         segments_.rank = rank;
         segments_.check = options.check;
@@ -122,6 +123,7 @@ class PeerRank : public Rank {
         return numbers_;
     }
 
+    const std::shared_ptr<void> owner_;
     Segments segments_{};
     Report* report_;
     int64_t* numbers_;  // host-visible, by rank

@@ -41,7 +41,8 @@ std::string program() { return std::string("native, kernels ") + kernels().isa; 
 
 CommunicatorOptions options(uint32_t first_epoch) {
     // The timeout turns a hang into a failure.
-    return {0, 8 << 20, 60.0, true, first_epoch};
+    const char* seconds = getenv("COCONET_TEST_TIMEOUT");
+    return {0, 8 << 20, seconds ? atof(seconds) : 60.0, true, first_epoch};
 }
 
 void run_ranks(const Ranks& ranks, const std::function<void(Communicator&)>& body) {

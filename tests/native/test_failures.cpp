@@ -1,6 +1,12 @@
 // Disagreements, rejected calls, lost peers, timeouts, interrupts: an error on every rank, no hang.
+#include <stddef.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
+#include <stdexcept>
 #include <thread>
 
 #include "adam.h"
@@ -46,6 +52,7 @@ CASE(disagreements) {
     using Call = std::function<void(Communicator&, bool odd)>;
     const std::pair<const char*, Call> calls[] = {
         {"the call", [](auto& c, bool odd) { odd ? c.barrier() : sum(c); }},
+        {"the call", [](auto& c, bool odd) { odd ? c.barrier() : (void)c.ping(1); }},
         {"dtype", [](auto& c, bool odd) { sum(c, odd ? DType::bf16 : DType::f16); }},
         {"shape", [](auto& c, bool odd) { sum(c, DType::f32, odd ? 5 : 6); }},
         {"op", [](auto& c, bool odd) { sum(c, DType::f32, 5, odd); }},
@@ -280,6 +287,39 @@ CASE(rendezvous_over_sockets) {
             for (const Place place : kPlaces)
                 check_all_reduce(comm, {DType::f32, {5000}, false, place, 1}, false);
         });
+    }
+}
+
+// A rank 1 that nobody has heard of, or that connects and says nothing, until the test is over or
+// the wait for it should long have ended.
+CASE(a_rendezvous_ends_without_the_peer) {
+    for (const bool silent : {false, true}) {
+        Rendezvous meeting(options().heap_bytes), peer(options().heap_bytes);
+        const std::vector<std::string> addresses{meeting.address(), peer.address()};
+        std::atomic<bool> ended{false}, late{false};
+        Threads threads;
+        threads.emplace_back([&] {
+            const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+            sockaddr_un address{};
+            address.sun_family = AF_UNIX;
+            addresses[0].copy(address.sun_path + 1, sizeof address.sun_path - 1);
+            const auto size = offsetof(sockaddr_un, sun_path) + 1 + addresses[0].size();
+            if (silent)
+                connect(fd, reinterpret_cast<sockaddr*>(&address), static_cast<socklen_t>(size));
+            for (int i = 0; i < 4000 && !ended.load(); ++i) sleep_ms(5);
+            late = !ended.load();
+            close(fd);
+            if (late) peer.connect(1, addresses, false, 20.0);
+        });
+        std::string text;
+        try {
+            meeting.connect(0, addresses, false, 0.2);
+        } catch (const std::runtime_error& error) {
+            text = error.what();
+        }
+        ended.store(true);
+        expect_in("1 peers did not connect in time", text);
+        expect(!late, "a rendezvous waited for longer than it was told to");
     }
 }
 
