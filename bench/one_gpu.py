@@ -490,7 +490,6 @@ class Plan:
     adam: tuple[int, ...]
     copy_bytes: int
     repetitions: int
-    overhead: int = 4 << 10
 
 
 PLANS = {
@@ -606,27 +605,27 @@ def copy_rate(device: Device, nbytes: int) -> float:
     return 2 * nbytes / median_interval(seconds).median / 1e9
 
 
-def measure(case: Case, device: Device, repetitions: int) -> Result:
-    """Checks the answer, then times all candidates in turns."""
+class NoGraph(Exception):
+    """Calls can't be captured here."""
+
+
+def measure(case: Case, device: Device, repetitions: int, no_graph: str) -> Result:
+    """Checks the answer, then times all candidates in turns. no_graph: why none is to be tried."""
     made = case.make(case, device)
     with made.local:
         fused = Fused(made.local, made.call)
         fused.once()
         device.synchronize()
         made.check()
-        result = Result(case, tuning=made.local.ranks[0].tuning)
+        result = Result(case, graph=no_graph, tuning=made.local.ranks[0].tuning)
         candidates: list = [fused, *made.unfused]
-        if device.emulated:
-            result.graph = "the emulator has no graphs"
-        else:
-            for candidate in candidates:
-                candidate.sample(device, 2)
+        for candidate in candidates:
+            candidate.sample(device, 1 if device.emulated else 3)
+        if not no_graph:
             try:
                 candidates.append(Graph(fused))
-            except (RuntimeError, co.CommunicatorError) as error:
-                result.graph = f"{type(error).__name__}: {error}"[:300]
-                if made.local.closed:
-                    raise
+            except RuntimeError as error:  # its ranks are closed now
+                raise NoGraph(f"{type(error).__name__}: {error}"[:300]) from error
         slowest = max(c.sample(device, 2).seconds for c in candidates)
         result.calls = max(1, min(200, int(device.sample_seconds / max(slowest, 1e-9))))
         for candidate in candidates:
@@ -688,7 +687,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rate = copy_rate(device, plan.copy_bytes)
     print(f"copy: {rate:.4g} GB/s read and written", flush=True)
     results: list[Result] = []
-    left_out, failures = [], []
+    left_out: list[str] = []
+    failures: list[str] = []
+    description = device.describe()
+    no_graph = "the emulator has none" if device.emulated else ""
+
+    def write() -> None:
+        record = {
+            **description,
+            "copy_gb_per_s": rate,
+            "moved_bytes": FORMULAS,
+            "cases": [result.record(rate) for result in results],
+            "left_out": left_out,
+            "failures": failures,
+        }
+        if options.json:
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
+
     for case in cases(plan):
         if time.monotonic() - begin > options.seconds:
             left_out.append(f"{case.title()}: no time left")
@@ -697,7 +712,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             left_out.append(f"{case.title()}: the device has too little free memory")
             continue
         try:
-            results.append(measure(case, device, plan.repetitions))
+            try:
+                result = measure(case, device, plan.repetitions, no_graph)
+            except NoGraph as error:
+                no_graph = str(error)
+                print(f"no CUDA graphs: {no_graph}", flush=True)
+                result = measure(case, device, plan.repetitions, no_graph)
+            results.append(result)
             print(table(results[-1:], rate)[1], flush=True)
         except (AssertionError, RuntimeError, MemoryError, co.CommunicatorError) as error:
             failures.append(f"{case.title()}: {type(error).__name__}: {error}"[:400])
@@ -705,16 +726,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gc.collect()
         if not device.emulated:
             torch.cuda.empty_cache()
-    record = {
-        **device.describe(),
-        "copy_gb_per_s": rate,
-        "moved_bytes": FORMULAS,
-        "cases": [result.record(rate) for result in results],
-        "left_out": left_out,
-        "failures": failures,
-    }
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        write()  # each time: what there is survives if the program is ended
+    write()
     print("\n".join(["", *table(results, rate), "", *overheads(results)]))
     print("rs_adam_ag: faster than AdamW on each rank, and than AdamW once for all ranks")
     for line in left_out:
