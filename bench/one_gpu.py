@@ -241,8 +241,8 @@ class Case:
             return 2 * w * n
         if self.op in ("reduce_scatter", "all_gather"):
             return (w + 1) * n
-        state = 12 if self.dtype != torch.float32 else 8
-        return 2 * w * n + 2 * state * self.numel
+        state = 24 if self.dtype != torch.float32 else 20  # moments; masters, or weights read
+        return 2 * w * n + state * self.numel
 
     def title(self) -> str:
         size = format_size(self.numel if self.op == "rs_adam_ag" else self.nbytes)
@@ -254,8 +254,9 @@ FORMULAS = {
     "all_reduce": "W*N read, W*N written (N: bytes of a rank's tensor, W: ranks)",
     "reduce_scatter": "W*N read, N written",
     "all_gather": "N read, W*N written (N: bytes of the result)",
-    "rs_adam_ag": "W*N of gradients and 12 bytes per parameter of state (fp32 weights: 8) read, "
-    "W*N of weights and the state written (N: bytes of the parameters)",
+    "rs_adam_ag": "W*N of gradients and 12 bytes per parameter of moments and masters read, W*N of "
+    "weights and 12 (fp32 weights: 8) bytes per parameter of state written (N: bytes of the "
+    "parameters)",
 }
 
 

@@ -178,6 +178,7 @@ def keep(record: Path, folder: Path, outcomes: Sequence[Outcome]) -> Path | None
         o.stage: {"ok": o.ok, "outcome": o.text, "seconds": round(o.seconds, 1)} for o in outcomes
     }
     name = re.sub(r"[^a-z0-9]+", "-", result["device"].lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path

@@ -150,7 +150,7 @@ def test_only_the_tests_of_a_backend():
         ("all_gather", torch.float32, 400 + 4 * 400),
         # Of each slice of 25: gradients of 4 ranks, state in and out, weights of 4 ranks.
         ("rs_adam_ag", torch.bfloat16, 4 * 25 * (4 * 2 + 12 + 12 + 4 * 2)),
-        ("rs_adam_ag", torch.float32, 4 * 25 * (4 * 4 + 8 + 8 + 4 * 4)),
+        ("rs_adam_ag", torch.float32, 4 * 25 * (4 * 4 + 12 + 8 + 4 * 4)),
     ],
 )
 def test_bytes_that_must_move(op, dtype, moved):
