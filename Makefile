@@ -5,6 +5,7 @@
 # make sanitize  the same plain, under ThreadSanitizer, and under AddressSanitizer with UBSan
 # make mutants   remove each synchronization once; a test must notice   (MUTANTS_ARGS="--only heap")
 # make cuda-gate  compile every CUDA kernel for every architecture and check the code: no GPU needed
+# make gpu     build, test and measure on this machine's GPU, by its own Python; needs no network
 # make lint | format | setup | clean
 #
 # The stamps in .venv remember what is done, so a second run starts at once.
@@ -22,12 +23,13 @@ CPP := $(shell find csrc python -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o
 CPP_DIRS := $(shell find csrc python -type d -not -name __pycache__ 2>/dev/null)
 BENCH_ARGS ?=
 TEST_ARGS ?=
+GPU_ARGS ?=
 MUTANTS_ARGS ?=
 NATIVE_TESTS := tests/native tests/emulator tests/cuda
 # Headers and sources outside the extension.
 CPP_TESTS := $(wildcard $(foreach folder,$(NATIVE_TESTS),$(addprefix $(folder)/*.,h cpp cu)))
 
-.PHONY: bench bench-peers test native sanitize mutants cuda-gate lint format setup clean
+.PHONY: bench bench-peers test native sanitize mutants cuda-gate gpu lint format setup clean
 
 bench: setup
 	$(BIN)/coconet-bench all $(BENCH_ARGS)
@@ -50,6 +52,9 @@ sanitize:
 
 mutants:
 	@python3 scripts/mutation_check.py $(MUTANTS_ARGS)
+
+gpu:
+	@python3 scripts/gpu_run.py $(GPU_ARGS)
 
 cuda-gate: $(VENV)/.tools
 	@$(BIN)/python scripts/cuda_gate.py

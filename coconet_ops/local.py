@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -141,8 +142,8 @@ class LocalCommunicator:
         """Calls ``fn(comm, *args)`` in a thread per rank, where ``comm`` is that rank's
         communicator, and waits for all of them. The results, by rank.
 
-        The threads have the caller's grad mode and inference mode. Their backward passes stay in
-        them.
+        The threads have the caller's grad mode and inference mode, and on a CUDA device its current
+        stream, so that it may capture them in a graph. Their backward passes stay in them.
 
         Raises:
             whatever a rank raised: it is then closed, so that its peers end with
@@ -164,6 +165,7 @@ class LocalCommunicator:
         results: list[Any] = [None] * self.world_size
         failures: list[BaseException] = []  # in order of time
         inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
         def work(comm: Communicator) -> None:
             try:
@@ -171,6 +173,7 @@ class LocalCommunicator:
                     torch.inference_mode(inference),
                     torch.set_grad_enabled(grad),
                     torch.autograd.set_multithreading_enabled(False),
+                    _current(stream),
                 ):
                     results[comm.rank] = fn(comm, *args)
             except BaseException as error:
@@ -197,6 +200,17 @@ class LocalCommunicator:
         the heaps stay valid."""
         # A rank closes once its call has ended, which may need another rank to close.
         _start_and_join([threading.Thread(target=comm.close) for comm in self.ranks])
+
+
+@contextlib.contextmanager
+def _current(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Makes a stream and its device this thread's; a new thread has the default stream of device
+    0."""
+    if stream is None:
+        yield
+    else:
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            yield
 
 
 def _full_device(device: torch.device | str) -> torch.device:

@@ -1,7 +1,8 @@
 """Fixtures: ranks that are shared by all tests of a session.
 
 A test runs on processes ("shm"), and on the other backends that its marker names, as in
-`@pytest.mark.backends("local", "cuda")`; that of a function replaces that of its module.
+`@pytest.mark.backends("local", "cuda")`; that of a function replaces that of its module. With
+`--backend cuda` only the tests on that backend run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ WORLDS = {
 }
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--backend", choices=BACKENDS, help="only the tests that run on ranks of this backend"
+    )
+
+
 def pytest_configure(config):
     config.addinivalue_line(
         "markers", f"backends(*names): where a test runs beside shm; of {', '.join(BACKENDS[1:])}"
@@ -32,6 +39,27 @@ def pytest_report_header(config):
     missing = missing_backends()
     lines = [f"backends: {', '.join(name for name in BACKENDS if name not in missing)}"]
     return lines + [f"not run on {name}: {reason}" for name, reason in missing.items()]
+
+
+def pytest_collection_modifyitems(config, items):
+    chosen = config.getoption("--backend")
+    if chosen is None:
+        return
+    if chosen in missing_backends():
+        raise pytest.UsageError(f"--backend {chosen}: {missing_backends()[chosen]}")
+    others = [item for item in items if _backend_of(item) != chosen]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if _backend_of(item) == chosen]
+
+
+def _backend_of(item):
+    """The backend whose ranks the test gets from a fixture, or None."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    for fixture in (*WORLDS, "ranks", "run_sixteen"):
+        if fixture in parameters:
+            value = parameters[fixture]
+            return value[0] if isinstance(value, tuple) else value
+    return None
 
 
 def pytest_generate_tests(metafunc):

@@ -2,7 +2,8 @@
 process that hold a `LocalCommunicator` (all other backends).
 
 `RankPool` reuses its processes from case to case; `run_fresh` starts new ones for cases that kill,
-stop or exit. Both fork from a server that has torch loaded, so that a rank starts in milliseconds.
+stop or exit. Both fork from a server that has torch loaded, so that a rank starts in milliseconds;
+but CUDA doesn't survive a fork, so its processes start from nothing.
 A rank that doesn't answer becomes a failure that shows every rank's stack.
 """
 
@@ -42,6 +43,7 @@ _PRELOAD = ["torch", "torch._dynamo", "torch.nn.parallel", "torch.distributed", 
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
+_unforked = multiprocessing.get_context("spawn")
 
 
 # --- backends ------------------------------------------------------------------------------------
@@ -301,13 +303,13 @@ class Ranks:
             environment or {},
         )
 
-    def _begin(self, processes: list[tuple], environment: dict[str, str]) -> None:
+    def _begin(self, processes: list[tuple], environment: dict[str, str], context=_context) -> None:
         self.world_size = len(processes)
         self._channels = []
         self._processes = []
         for rank, (serve, *arguments) in enumerate(processes):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
+            ours, theirs = context.Pipe()
+            process = context.Process(
                 target=serve,
                 args=(*arguments, theirs, self._stack_file(rank), environment),
                 daemon=True,
@@ -412,7 +414,8 @@ class ThreadRanks(Ranks):
 
     def __init__(self, backend: str, world_size: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="coconet-ranks-")
-        self._begin([(_serve_threads, backend, world_size)], {})
+        context = _unforked if backend == "cuda" else _context
+        self._begin([(_serve_threads, backend, world_size)], {}, context)
 
     def run(self, function: Callable, *arguments: Any) -> list[Any]:
         __tracebackhide__ = True
