@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <dlfcn.h>
+#include <pybind11/gil_safe_call_once.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "binding.h"
@@ -18,9 +19,13 @@ cuda::Stream DeviceCommunicator::stream() const {
     if (!device.is_cuda()) return nullptr;
     // torch's own C++ function for it is in libraries that a build for the CPU lacks.
     py::gil_scoped_acquire gil;
-    static const auto* current =
-        new py::object(py::module_::import("torch._C").attr("_cuda_getCurrentRawStream"));
-    return reinterpret_cast<cuda::Stream>((*current)(device.index()).cast<uintptr_t>());
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> current;
+    const py::object& get =
+        current
+            .call_once_and_store_result(
+                [] { return py::module_::import("torch._C").attr("_cuda_getCurrentRawStream"); })
+            .get_stored();
+    return reinterpret_cast<cuda::Stream>(get(device.index()).cast<uintptr_t>());
 }
 
 Tensor DeviceCommunicator::heap_tensor(void* block, at::IntArrayRef sizes,

@@ -41,7 +41,8 @@ at::Tensor all_gather(const DeviceCommunicator& comm, const at::Tensor& shard, i
 class DeviceTensors {
   public:
     DeviceTensors(std::shared_ptr<DeviceCommunicator> comm, const std::vector<int64_t>& numels)
-        : comm(std::move(comm)), list(this->comm->core->tensor_list(numels)) {}
+        : comm(std::move(comm)),
+          list(this->comm->core->tensor_list(numels, this->comm->stream())) {}
 
     const std::shared_ptr<DeviceCommunicator> comm;
     const std::unique_ptr<cuda::TensorList> list;

@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config, items):
 def _backend_of(item):
     """The backend whose ranks the test gets from a fixture, or None."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    for fixture in (*WORLDS, "ranks", "run_sixteen"):
+    for fixture in (*WORLDS, "on_ranks", "run_sixteen"):
         if fixture in parameters:
             value = parameters[fixture]
             return value[0] if isinstance(value, tuple) else value
@@ -67,7 +67,7 @@ def pytest_generate_tests(metafunc):
     named = ("shm", *(marker.args if marker else ()))
     missing = missing_backends()
     backends = [name for name in BACKENDS if name in named and name not in missing]
-    for fixture in ("ranks", "run_sixteen"):
+    for fixture in ("on_ranks", "run_sixteen"):
         if fixture in metafunc.fixturenames:
             metafunc.parametrize(fixture, backends, indirect=True)
     for fixture, worlds in WORLDS.items():
@@ -93,7 +93,7 @@ def pool(pools):
 
 
 @pytest.fixture
-def ranks(pools, request):
+def on_ranks(pools, request):
     """Ranks of one of the test's backends, for world sizes of its own choice."""
     return pools[request.param]
 

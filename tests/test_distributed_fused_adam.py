@@ -578,9 +578,9 @@ def bytes_per_rank(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.name)
-def test_state_is_one_share_per_rank(ranks, dtype):
+def test_state_is_one_share_per_rank(on_ranks, dtype):
     for world_size in (1, 2, 4):
-        for state, numel in ranks.run(world_size, bytes_per_rank, dtype):
+        for state, numel in on_ranks.run(world_size, bytes_per_rank, dtype):
             full = numel * 4 * (2 if dtype == torch.float32 else 3)
             assert 0.9 * full / world_size < state < 1.1 * full / world_size + 4096
 

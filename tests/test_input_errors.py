@@ -358,10 +358,10 @@ def says(message, words):
 
 @EVERYWHERE
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_on_all_ranks(ranks, case):
+def test_bad_input_on_all_ranks(on_ranks, case):
     _, error, words = CASES[case]
     names = {kind.__name__ for kind in (error if isinstance(error, tuple) else (error,))}
-    for name, message, bases in ranks.run(2, reject, case, [0, 1], "private"):
+    for name, message, bases in on_ranks.run(2, reject, case, [0, 1], "private"):
         assert names & set(bases) and "CommunicatorError" not in bases, (name, message)
         assert says(message, words), message
 
@@ -369,10 +369,10 @@ def test_bad_input_on_all_ranks(ranks, case):
 @EVERYWHERE
 @pytest.mark.parametrize("placement", ["private", "heap"])
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_on_one_rank_reaches_the_others(ranks, case, placement):
+def test_bad_input_on_one_rank_reaches_the_others(on_ranks, case, placement):
     _, error, words = CASES[case]
     names = {kind.__name__ for kind in (error if isinstance(error, tuple) else (error,))}
-    results = ranks.run(3, reject, case, [1], placement)
+    results = on_ranks.run(3, reject, case, [1], placement)
     name, message, bases = results[1]
     assert names & set(bases), (name, message)
     assert says(message, words), message
@@ -561,8 +561,8 @@ def add_group(bad_rank):
 
 
 @EVERYWHERE
-def test_bad_group_added_on_one_rank_reaches_the_others(ranks):
-    results = ranks.run(3, add_group, 1)
+def test_bad_group_added_on_one_rank_reaches_the_others(on_ranks):
+    results = on_ranks.run(3, add_group, 1)
     assert [name for name, _, _ in results] == ["MismatchError", "ValueError", "MismatchError"]
     for _, message, total in results:
         assert "more than one parameter group" in message

@@ -235,9 +235,9 @@ def disagree(case, placement, odd):
 
 @pytest.mark.parametrize("placement", ["private", "heap"])
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_that_disagree_are_told_who_has_what(ranks, case, placement):
+def test_ranks_that_disagree_are_told_who_has_what(on_ranks, case, placement):
     for world_size, odd in ((2, 1), (3, 0)):
-        results = ranks.run(world_size, disagree, case, placement, odd)
+        results = on_ranks.run(world_size, disagree, case, placement, odd)
         _, _, (usual, unusual) = CASES[case]
         for name, message, bases in results:
             assert name == "MismatchError" and "CommunicatorError" in bases, (name, message)

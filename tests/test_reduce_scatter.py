@@ -87,14 +87,14 @@ def few_rows(split):
     return sizes
 
 
-def test_tensor_split_gives_the_first_ranks_one_row_more(ranks):
-    sizes = ranks.run(5, few_rows, "tensor_split")
+def test_tensor_split_gives_the_first_ranks_one_row_more(on_ranks):
+    sizes = on_ranks.run(5, few_rows, "tensor_split")
     assert [by_rank[7] for by_rank in sizes] == [2, 2, 1, 1, 1]
     assert [by_rank[3] for by_rank in sizes] == [1, 1, 1, 0, 0]
 
 
-def test_chunk_may_leave_the_last_ranks_without_rows(ranks):
-    sizes = ranks.run(5, few_rows, "chunk")
+def test_chunk_may_leave_the_last_ranks_without_rows(on_ranks):
+    sizes = on_ranks.run(5, few_rows, "chunk")
     assert [by_rank[7] for by_rank in sizes] == [2, 2, 2, 1, 0]
     assert [by_rank[6] for by_rank in sizes] == [2, 2, 2, 0, 0]
 

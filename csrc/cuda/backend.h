@@ -77,7 +77,8 @@ class Communicator {
                            Stream stream) = 0;
     virtual void all_gather(const Operand& shard, void* output, int64_t dim, int64_t size,
                             int64_t total, Stream stream) = 0;
-    virtual std::unique_ptr<TensorList> tensor_list(const std::vector<int64_t>& numels) = 0;
+    virtual std::unique_ptr<TensorList> tensor_list(const std::vector<int64_t>& numels,
+                                                    Stream stream) = 0;
     virtual void rs_adam_ag(TensorList& list, DType dtype, const std::vector<void*>& weights,
                             const std::vector<const void*>& gradients, const AdamHyper& hyper,
                             const AdamState& state, Stream stream) = 0;

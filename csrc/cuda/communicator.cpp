@@ -214,8 +214,10 @@ void Rank::all_gather(const Operand& shard, void* output, int64_t dim, int64_t s
     collective(describe_all_gather(shard, dim, size), shard, output, work, operands);
 }
 
-std::unique_ptr<TensorList> Rank::tensor_list(const std::vector<int64_t>& numels) {
-    return std::make_unique<DeviceTensorList>(shared_from_this(), numels);
+std::unique_ptr<TensorList> Rank::tensor_list(const std::vector<int64_t>& numels, Stream stream) {
+    const DeviceGuard guard(device);
+    follow_calls(stream);
+    return std::make_unique<DeviceTensorList>(shared_from_this(), numels, stream);
 }
 
 void Rank::rs_adam_ag(TensorList& tensors, DType dtype, const std::vector<void*>& weights,
@@ -234,6 +236,8 @@ void Rank::rs_adam_ag(TensorList& tensors, DType dtype, const std::vector<void*>
     call.beta1 = hyper.beta1;
     call.beta2 = hyper.beta2;
     call.bias_correction = hyper.bias_correction;
+    const DeviceGuard guard(device);
+    follow_calls(stream);
     RankTensors operands = list.upload(itemsize, weights, gradients, stream);
     operands.exp_avg = state.exp_avg;
     operands.exp_avg_sq = state.exp_avg_sq;

@@ -58,12 +58,15 @@ class Rank : public Communicator, public std::enable_shared_from_this<Rank> {
                         const DimSlices& slices, Stream stream) override;
     void all_gather(const Operand& shard, void* output, int64_t dim, int64_t size, int64_t total,
                     Stream stream) override;
-    std::unique_ptr<TensorList> tensor_list(const std::vector<int64_t>& numels) override;
+    std::unique_ptr<TensorList> tensor_list(const std::vector<int64_t>& numels,
+                                            Stream stream) override;
     void rs_adam_ag(TensorList& list, DType dtype, const std::vector<void*>& weights,
                     const std::vector<const void*>& gradients, const AdamHyper& hyper,
                     const AdamState& state, Stream stream) override;
 
   protected:
+    // What is put on the stream from now on begins after this communicator's calls.
+    virtual void follow_calls(Stream stream) = 0;
     // Runs the call with the peers: launches it, or raises.
     virtual void submit(Work& work) = 0;
     // Launches the barrier's kernel with this descriptor; see barrier.cu.

@@ -114,6 +114,12 @@ class Group {
         throw Error(error);
     }
 
+    // Before what a rank puts on a stream by itself.
+    void follow_calls(Stream stream) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (stream != last_stream_ && !capturing(stream)) order(last_stream_, stream);
+    }
+
     void launch(const Work* const* works) {
         for (int r = 1; r < world; ++r)
             if (works[r]->stream != works[0]->stream)
@@ -122,8 +128,10 @@ class Group {
                                 ": the ranks of a local communicator call on different streams");
         const DeviceGuard guard(options.device);
         const Stream stream = works[0]->stream;
-        if (stream != last_stream_ && !capturing(stream)) order(last_stream_, stream);
-        last_stream_ = stream;
+        if (!capturing(stream)) {
+            if (stream != last_stream_) order(last_stream_, stream);
+            last_stream_ = stream;
+        }
         segments_.op = static_cast<int32_t>(works[0]->descriptor.op);
         works[0]->launch(works, world, segments_, config, stream);
     }
@@ -263,6 +271,7 @@ class LocalRank : public Rank {
     }
 
   protected:
+    void follow_calls(Stream stream) override { group_->follow_calls(stream); }
     void submit(Work& work) override {
         meet(work, [&](const Work* const* works) { group_->launch(works); });
     }

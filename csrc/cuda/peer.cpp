@@ -91,6 +91,9 @@ class PeerRank : public Rank {
     }
 
   protected:
+    void follow_calls(Stream stream) override {
+        if (stream != last_stream_ && !capturing(stream)) order(last_stream_, stream);
+    }
     void submit(Work& work) override {
         const std::string op = op_name(work.descriptor.op);
         if (closed_)
@@ -98,9 +101,8 @@ class PeerRank : public Rank {
                         op + ": the communicator is closed; first cause: " + cause_->what());
         check_report();
         const DeviceGuard guard(device);
-        if (work.stream != last_stream_ && !capturing(work.stream))
-            order(last_stream_, work.stream);
-        last_stream_ = work.stream;
+        follow_calls(work.stream);
+        if (!capturing(work.stream)) last_stream_ = work.stream;
         work.mail->hash = hash_of(work.descriptor);
         segments_.op = static_cast<int32_t>(work.descriptor.op);
         const Work* one = &work;

@@ -30,7 +30,8 @@ struct Fixed {
 
 }  // namespace
 
-DeviceTensorList::DeviceTensorList(std::shared_ptr<Rank> rank, const std::vector<int64_t>& n)
+DeviceTensorList::DeviceTensorList(std::shared_ptr<Rank> rank, const std::vector<int64_t>& n,
+                                   Stream stream)
     : TensorList(n, rank->world),
       rank_(std::move(rank)),
       fixed_bytes_(Fixed::bytes(size())),
@@ -39,11 +40,10 @@ DeviceTensorList::DeviceTensorList(std::shared_ptr<Rank> rank, const std::vector
     fixed_ = take(fixed_bytes_);
     const Fixed fixed(fixed_, size());
     const auto bytes = static_cast<int64_t>(size() * sizeof(int64_t));
-    const DeviceGuard guard(rank_->device);
-    copy_async(fixed.starts, starts.data(), bytes, nullptr);
-    copy_async(fixed.numels, numels.data(), bytes, nullptr);
-    zero_async(fixed.steps, fixed_bytes_ - 2 * bytes, nullptr);
-    synchronize(nullptr);
+    copy_async(fixed.starts, starts.data(), bytes, stream);
+    copy_async(fixed.numels, numels.data(), bytes, stream);
+    zero_async(fixed.steps, fixed_bytes_ - 2 * bytes, stream);
+    synchronize(stream);
 }
 
 DeviceTensorList::~DeviceTensorList() {
@@ -92,7 +92,6 @@ RankTensors DeviceTensorList::upload(int64_t itemsize, const std::vector<void*>&
         own_gradients[t] = gradients[t];
     }
 
-    const DeviceGuard guard(rank_->device);
     const bool captured = capturing(stream);
     if (tables_.empty()) tables_.push_back(std::make_unique<Table>(Table{{}, take(table_bytes_)}));
     if (captured) tables_.push_back(std::make_unique<Table>(Table{{}, take(table_bytes_)}));

@@ -12,7 +12,7 @@ namespace coconet::cuda {
 class DeviceTensorList : public TensorList {
   public:
     // Raises MemoryError's kind when the heap has no room for the tables.
-    DeviceTensorList(std::shared_ptr<Rank> rank, const std::vector<int64_t>& numels);
+    DeviceTensorList(std::shared_ptr<Rank> rank, const std::vector<int64_t>& numels, Stream stream);
     ~DeviceTensorList() override;
 
     std::vector<int64_t> steps(Stream stream) const override;
