@@ -29,7 +29,7 @@ AdamCheck::AdamCheck(Communicator& comm, DType dtype, std::vector<int64_t> numel
       dtype_(dtype),
       hyper_(kHypers[hyper]),
       numels_(std::move(numels)),
-      list_(comm.tensor_list(numels_)) {
+      list_(comm.tensor_list(numels_, nullptr)) {
     const ListSlices slices = list_->slices();
     const bool has_master = dtype != DType::f32;
     for (int i = 0; i < (has_master ? 3 : 2); ++i) {

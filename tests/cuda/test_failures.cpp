@@ -266,7 +266,7 @@ CASE(the_heap_is_full) {
         refused();
         check_all_reduce(comm, {DType::f32, {9000}, false, Place::heap, Place::heap, 1}, false);
         expect_in("no room for the tables of 9999 tensors", raised(ErrorKind::heap_exhausted, [&] {
-                      comm.tensor_list(std::vector<int64_t>(9999, 1));
+                      comm.tensor_list(std::vector<int64_t>(9999, 1), nullptr);
                   }));
         comm.release(block, 700 << 10);
         expect(comm.heap_allocated() == 0, "some of the heap was not given back");
