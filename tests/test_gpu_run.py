@@ -79,7 +79,7 @@ def test_a_stage_that_fails_lets_the_others_run():
     def breaks(seconds):
         raise KeyError("nothing")
 
-    run = gpu_run.Run(1000)
+    run = gpu_run.Run(1000, ["build", "tests", "benchmark"])
     run.stage("build", fails)
     run.stage("tests", breaks)
     run.stage("benchmark", lambda seconds: "fine")
@@ -91,19 +91,21 @@ def test_a_stage_that_fails_lets_the_others_run():
 
 
 def test_a_stage_without_time_is_skipped():
-    run = gpu_run.Run(10)
+    run = gpu_run.Run(10, ["benchmark"])
     run.stage("benchmark", lambda seconds: pytest.fail("it ran"))
-    assert not run.outcomes[0].ok and "skipped: 10 s are left, it needs 30" in run.outcomes[0].text
+    [outcome] = run.outcomes
+    assert not outcome.ok and outcome.text == "skipped: 10 s are left for it"
 
 
-def test_stages_fit_into_the_limit():
-    allowed = []
-    run = gpu_run.Run(100)
-    run.stage("tests", lambda seconds: allowed.append(seconds) or "fine")
-    assert 99 < allowed[0] <= 100
-    run.limit = 10_000
-    run.stage("tests", lambda seconds: allowed.append(seconds) or "fine")
-    assert allowed[1] == gpu_run.LIMITS["tests"][0]
+def test_time_that_a_stage_does_not_use_is_for_the_later_ones():
+    stages = list(gpu_run.SHARES)
+    run = gpu_run.Run(sum(gpu_run.SHARES.values()), list(stages))
+    allowed = {}
+    for name in stages:
+        run.stage(name, lambda seconds, name=name: allowed.setdefault(name, seconds) and "fine")
+    assert allowed["build"] == pytest.approx(gpu_run.SHARES["build"], abs=5)
+    assert allowed["tests"] > gpu_run.SHARES["tests"] + 10
+    assert allowed["benchmark"] == pytest.approx(sum(gpu_run.SHARES.values()), abs=5)
 
 
 def test_a_program_ends_with_its_children_when_its_time_is_up(tmp_path):
