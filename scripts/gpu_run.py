@@ -102,6 +102,15 @@ def execute(
         raise Failed(f"FAILED: exit status {code}")
 
 
+def missing_gpu() -> str:
+    """Why there is no GPU to run on, or an empty text."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return "this Python has no torch"
+    return "" if torch.cuda.is_available() else "torch finds no CUDA device"
+
+
 def architecture(capability: tuple[int, int]) -> str:
     """As TORCH_CUDA_ARCH_LIST has it: with the features of this architecture alone from 9.0 on."""
     major, minor = capability
@@ -204,11 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = [name for name in chosen if name != "build"]
     if emulated and options.results is None:
         parser.error("--device emulated needs --results: its times say nothing about a GPU")
-    if not emulated:
-        import torch
-
-        if not torch.cuda.is_available():
-            sys.exit("make gpu: torch finds no CUDA device; see `python3 -m coconet_ops`")
+    if not emulated and (missing := missing_gpu()):
+        sys.exit(f"make gpu: {missing} ({sys.executable})")
 
     run = Run(options.seconds, list(chosen))
     selected = options.pytest or (EMULATED_TESTS if emulated else ())
