@@ -120,6 +120,32 @@ def test_a_program_ends_with_its_children_when_its_time_is_up(tmp_path):
     assert not file.exists()
 
 
+@pytest.fixture
+def commands(monkeypatch):
+    """What the stages would execute: (command, seconds, environment)."""
+    executed = []
+    monkeypatch.setattr(gpu_run, "execute", lambda *arguments: executed.append(arguments))
+    return executed
+
+
+def test_builds_for_this_gpu_alone(commands, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert gpu_run.build(100) == "built for 9.0a"
+    [(command, seconds, environment)] = commands
+    assert command[1:] == ["setup.py", "-q", "build_ext", "--inplace"] and seconds == 100
+    assert environment["COCONET_CUDA"] == "1" and environment["TORCH_CUDA_ARCH_LIST"] == "9.0a"
+
+
+def test_small_cases_run_under_the_sanitizer_where_there_is_one(commands, monkeypatch):
+    monkeypatch.setattr(gpu_run, "find_sanitizer", lambda: "/bin/compute-sanitizer")
+    assert "memcheck found nothing" in gpu_run.sanitizer("cuda", 50)
+    monkeypatch.setattr(gpu_run, "find_sanitizer", lambda: None)
+    assert "without compute-sanitizer: not installed" in gpu_run.sanitizer("cuda", 50)
+    (watched, _, environment), (plain, _) = commands
+    assert watched[0] == "/bin/compute-sanitizer" and watched[-3:] == plain
+    assert "--error-exitcode" in watched and "PYTORCH_NO_CUDA_MEMORY_CACHING" in environment
+
+
 @pytest.mark.parametrize(
     ("capability", "name"), [((8, 0), "8.0"), ((8, 9), "8.9"), ((9, 0), "9.0a"), ((10, 3), "10.3a")]
 )
@@ -185,6 +211,24 @@ def test_a_wrong_answer_is_a_failure(name, monkeypatch, tmp_path):
     result = json.loads(record.read_text())
     assert result["cases"] == []
     assert "AssertionError: rank" in result["failures"][0], result["failures"]
+
+
+@emulated
+def test_graphs_that_fail_are_left_out(monkeypatch):
+    """They close the ranks, so the case begins anew without."""
+    device = one_gpu.Device("emulated")
+    case = one_gpu.cases(one_gpu.PLANS["emulated"])[-1]
+
+    def no_graph(fused):
+        fused.local.close()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(one_gpu, "Graph", no_graph)
+    with pytest.raises(one_gpu.NoGraph, match="RuntimeError: operation not permitted"):
+        one_gpu.measure(case, device, 1, "")
+    result = one_gpu.measure(case, device, 1, "so it is")
+    assert result.record(1.0)["no_graph"] == "so it is"
+    assert set(result.seconds) == {"coconet", "torch: cat"}
 
 
 # --- the ranks' threads --------------------------------------------------------------------------
