@@ -32,7 +32,7 @@ Options options(uint32_t first_epoch) {
     o.timeout_seconds = 30;
     o.first_epoch = first_epoch;
     o.blocks = 2;
-    o.threads = 64;
+    o.threads = kThorough ? 64 : 32;
     return o;
 }
 
