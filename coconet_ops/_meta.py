@@ -57,7 +57,7 @@ def _all_gather(x: torch.Tensor, dim: int, size: Size, grad: str, comm: int) -> 
 def _all_gather_begins(
     x: torch.Tensor, dim: int, size: Size, comm: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    begins = torch.empty(by_number(comm).world_size + 1, dtype=torch.int64, device="cpu")
+    begins = torch.empty(by_number(comm).world_size + 1, dtype=torch.int64)
     return _resized(x, dim, size), begins
 
 
