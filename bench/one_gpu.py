@@ -413,7 +413,10 @@ def make_rs_adam_ag(case: Case, device: Device) -> Made:
 
     def work(comm: co.Communicator) -> tuple:
         params = in_heap(comm, start)
-        grads = in_heap(comm, _inputs(case, device, case.numel, comm.rank))
+        # Multiples of 1/64, whose sums are exact: Adam's first step is lr * sign(sum), however
+        # small the sum is.
+        gradient = _inputs(case, device, case.numel, comm.rank).mul_(64).round_().div_(64)
+        grads = in_heap(comm, gradient)
         return params, grads, co.AdamState(params, group=comm)
 
     ranks = local.run(work)

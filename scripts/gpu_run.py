@@ -5,7 +5,7 @@ compute-sanitizer, and the benchmark; writes bench/results/NAME-OF-THE-GPU.json 
 Needs nvcc, g++, and a Python with torch for CUDA, pytest and ninja; downloads nothing.
 
 A stage that fails doesn't keep the others from running, but the exit status tells. Each has a time
-limit, all together too; a stage that would get too little time is skipped.
+limit, all together too; a stage that would get too little time is skipped, which counts as failed.
 
 `--device emulated` goes through the same stages, but for the build, on the emulator.
 """
@@ -30,8 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results"
 
 LIMIT = 530.0  # seconds, of all stages together
-# seconds: what a stage may take, and what it needs at least to be worth starting
-LIMITS = {"build": (200, 20), "tests": (180, 20), "sanitizer": (70, 15), "benchmark": (170, 30)}
+# Seconds of it for each stage; what one doesn't use is for the later ones.
+SHARES = {"build": 180, "tests": 150, "sanitizer": 60, "benchmark": 140}
+LEAST = 15  # seconds: with less a stage doesn't start
 TABLE_SECONDS = 25  # of the benchmark's limit, for the case that runs when its time is up
 # On the emulator a few of the tests show that they run.
 EMULATED_TESTS = ("-k", "test_every_small_size and world2")
@@ -50,6 +51,7 @@ class Run:
     """The run's clock, and what has come out of its stages."""
 
     limit: float
+    to_come: list[str]
     begin: float = field(default_factory=time.monotonic)
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -58,11 +60,11 @@ class Run:
 
     def stage(self, name: str, start: Callable[[float], str]) -> None:
         """start(seconds it may take): what came out of it; raises Failed."""
-        most, least = LIMITS[name]
-        allowed = min(most, self.left())
-        print(f"== {name}", flush=True)
-        if allowed < least:
-            text = f"skipped: {max(0, self.left()):.0f} s are left, it needs {least}"
+        allowed = self.left() * SHARES[name] / sum(SHARES[stage] for stage in self.to_come)
+        self.to_come.remove(name)
+        print(f"== {name}, {max(0, allowed):.0f} s at most", flush=True)
+        if allowed < LEAST:
+            text = f"skipped: {max(0, allowed):.0f} s are left for it"
             self.outcomes.append(Outcome(name, False, text))
             return
         begin = time.monotonic()
@@ -98,6 +100,15 @@ def execute(
             program.wait()
     if code:
         raise Failed(f"FAILED: exit status {code}")
+
+
+def missing_gpu() -> str:
+    """Why there is no GPU to run on, or an empty text."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return "this Python has no torch"
+    return "" if torch.cuda.is_available() else "torch finds no CUDA device"
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -189,26 +200,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "emulated"])
-    parser.add_argument("--stages", default=",".join(LIMITS), help="default: %(default)s")
+    parser.add_argument("--stages", default=",".join(SHARES), help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=LIMIT, help="default: %(default)s")
     parser.add_argument("--results", type=Path, help=f"folder; default: {RESULTS.name}")
     parser.add_argument("--pytest", nargs=argparse.REMAINDER, default=[], help="more arguments")
     options = parser.parse_args(arguments)
     chosen = options.stages.split(",")
-    if unknown := set(chosen) - set(LIMITS):
-        parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(LIMITS)}")
+    if unknown := set(chosen) - set(SHARES):
+        parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(SHARES)}")
     emulated = options.device == "emulated"
     if emulated:
         chosen = [name for name in chosen if name != "build"]
     if emulated and options.results is None:
         parser.error("--device emulated needs --results: its times say nothing about a GPU")
-    if not emulated:
-        import torch
+    if not emulated and (missing := missing_gpu()):
+        sys.exit(f"make gpu: {missing} ({sys.executable})")
 
-        if not torch.cuda.is_available():
-            sys.exit("make gpu: torch finds no CUDA device; see `python3 -m coconet_ops`")
-
-    run = Run(options.seconds)
+    run = Run(options.seconds, list(chosen))
     selected = options.pytest or (EMULATED_TESTS if emulated else ())
     with tempfile.TemporaryDirectory(prefix="coconet-gpu-") as folder:
         record = Path(folder, "record.json")

@@ -48,13 +48,13 @@ def name(dtype: torch.dtype) -> str:
 
 def integers(shape: Sequence[int], dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:
     """Whole numbers whose sums are exact in every dtype."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    generator = torch.Generator("cpu").manual_seed(1000 * seed + rank)
     x = torch.randint(-12, 13, tuple(shape), generator=generator, device="cpu")
     return x.to(torch.get_default_device(), dtype)
 
 
 def normals(shape: Sequence[int], dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    generator = torch.Generator("cpu").manual_seed(1000 * seed + rank)
     x = torch.randn(tuple(shape), generator=generator, device="cpu")
     return x.to(torch.get_default_device(), dtype)
 

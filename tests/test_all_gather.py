@@ -30,7 +30,7 @@ DTYPES = (
 
 def shard(shape, dtype, rank, seed):
     """Any bits at all: an all-gather moves data and knows no numbers."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    generator = torch.Generator("cpu").manual_seed(1000 * seed + rank)
     if dtype == torch.bool:
         x = torch.randint(2, tuple(shape), generator=generator, device="cpu").bool()
         return x.to(torch.get_default_device())

@@ -998,7 +998,7 @@ class TinyLM(nn.Module):
 def train(model, optimizer, steps=STEPS):
     losses = []
     for step in range(steps):
-        generator = torch.Generator().manual_seed(100 * step + communicator().rank)
+        generator = torch.Generator("cpu").manual_seed(100 * step + communicator().rank)
         start = torch.randint(50, (4, 1), generator=generator, device="cpu")
         tokens = (start.to(torch.get_default_device()) + torch.arange(17)) % 50
         optimizer.zero_grad()

@@ -79,7 +79,7 @@ def test_a_stage_that_fails_lets_the_others_run():
     def breaks(seconds):
         raise KeyError("nothing")
 
-    run = gpu_run.Run(1000)
+    run = gpu_run.Run(1000, ["build", "tests", "benchmark"])
     run.stage("build", fails)
     run.stage("tests", breaks)
     run.stage("benchmark", lambda seconds: "fine")
@@ -91,19 +91,21 @@ def test_a_stage_that_fails_lets_the_others_run():
 
 
 def test_a_stage_without_time_is_skipped():
-    run = gpu_run.Run(10)
+    run = gpu_run.Run(10, ["benchmark"])
     run.stage("benchmark", lambda seconds: pytest.fail("it ran"))
-    assert not run.outcomes[0].ok and "skipped: 10 s are left, it needs 30" in run.outcomes[0].text
+    [outcome] = run.outcomes
+    assert not outcome.ok and outcome.text == "skipped: 10 s are left for it"
 
 
-def test_stages_fit_into_the_limit():
-    allowed = []
-    run = gpu_run.Run(100)
-    run.stage("tests", lambda seconds: allowed.append(seconds) or "fine")
-    assert 99 < allowed[0] <= 100
-    run.limit = 10_000
-    run.stage("tests", lambda seconds: allowed.append(seconds) or "fine")
-    assert allowed[1] == gpu_run.LIMITS["tests"][0]
+def test_time_that_a_stage_does_not_use_is_for_the_later_ones():
+    stages = list(gpu_run.SHARES)
+    run = gpu_run.Run(sum(gpu_run.SHARES.values()), list(stages))
+    allowed = {}
+    for name in stages:
+        run.stage(name, lambda seconds, name=name: allowed.setdefault(name, seconds) and "fine")
+    assert allowed["build"] == pytest.approx(gpu_run.SHARES["build"], abs=5)
+    assert allowed["tests"] > gpu_run.SHARES["tests"] + 10
+    assert allowed["benchmark"] == pytest.approx(sum(gpu_run.SHARES.values()), abs=5)
 
 
 def test_a_program_ends_with_its_children_when_its_time_is_up(tmp_path):
@@ -116,6 +118,32 @@ def test_a_program_ends_with_its_children_when_its_time_is_up(tmp_path):
         file.unlink()
     time.sleep(0.3)
     assert not file.exists()
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """What the stages would execute: (command, seconds, environment)."""
+    executed = []
+    monkeypatch.setattr(gpu_run, "execute", lambda *arguments: executed.append(arguments))
+    return executed
+
+
+def test_builds_for_this_gpu_alone(commands, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert gpu_run.build(100) == "built for 9.0a"
+    [(command, seconds, environment)] = commands
+    assert command[1:] == ["setup.py", "-q", "build_ext", "--inplace"] and seconds == 100
+    assert environment["COCONET_CUDA"] == "1" and environment["TORCH_CUDA_ARCH_LIST"] == "9.0a"
+
+
+def test_small_cases_run_under_the_sanitizer_where_there_is_one(commands, monkeypatch):
+    monkeypatch.setattr(gpu_run, "find_sanitizer", lambda: "/bin/compute-sanitizer")
+    assert "memcheck found nothing" in gpu_run.sanitizer("cuda", 50)
+    monkeypatch.setattr(gpu_run, "find_sanitizer", lambda: None)
+    assert "without compute-sanitizer: not installed" in gpu_run.sanitizer("cuda", 50)
+    (watched, _, environment), (plain, _) = commands
+    assert watched[0] == "/bin/compute-sanitizer" and watched[-3:] == plain
+    assert "--error-exitcode" in watched and "PYTORCH_NO_CUDA_MEMORY_CACHING" in environment
 
 
 @pytest.mark.parametrize(
@@ -183,6 +211,24 @@ def test_a_wrong_answer_is_a_failure(name, monkeypatch, tmp_path):
     result = json.loads(record.read_text())
     assert result["cases"] == []
     assert "AssertionError: rank" in result["failures"][0], result["failures"]
+
+
+@emulated
+def test_graphs_that_fail_are_left_out(monkeypatch):
+    """They close the ranks, so the case begins anew without."""
+    device = one_gpu.Device("emulated")
+    case = one_gpu.cases(one_gpu.PLANS["emulated"])[-1]
+
+    def no_graph(fused):
+        fused.local.close()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(one_gpu, "Graph", no_graph)
+    with pytest.raises(one_gpu.NoGraph, match="RuntimeError: operation not permitted"):
+        one_gpu.measure(case, device, 1, "")
+    result = one_gpu.measure(case, device, 1, "so it is")
+    assert result.record(1.0)["no_graph"] == "so it is"
+    assert set(result.seconds) == {"coconet", "torch: cat"}
 
 
 # --- the ranks' threads --------------------------------------------------------------------------
