@@ -61,6 +61,9 @@ const cuda::Backend* load_backend(const std::string& path) {
     const auto entry =
         reinterpret_cast<const cuda::Backend* (*)()>(dlsym(library, "coconet_backend"));
     if (entry == nullptr) throw py::import_error(dlerror());
+    const auto set_name = reinterpret_cast<void (*)(const char* (*)(int))>(
+        dlsym(library, "coconet_set_other_dtype_name"));
+    if (set_name != nullptr) set_name(other_dtype_name);
     return entry();
 }
 

@@ -184,7 +184,7 @@ def missing_or_unknown(rows: list[dict], kernels: dict[str, tuple]) -> list[str]
 
 def table(rows: list[dict]) -> str:
     """One line for each kernel and dtype: the most that any of its instances uses, by target."""
-    lines = [f"{'kernel':<30}{'dtype':<8}" + "".join(f"{t:>12}" for t in TARGETS)]
+    lines = [f"{'kernel':<32}{'dtype':<8}" + "".join(f"{t:>12}" for t in TARGETS)]
     groups = defaultdict(lambda: defaultdict(list))
     for row in rows:
         groups[row["kernel"], row["dtype"]][row["target"]].append(row)
@@ -193,7 +193,7 @@ def table(rows: list[dict]) -> str:
         for target in TARGETS:
             most = [max(r[key] for r in by_target[target]) for key in ("registers", "shared")]
             cells.append(f"{most[0]} {most[1]:>6}" if by_target[target] else "-")
-        lines.append(f"{kernel:<30}{dtype:<8}" + "".join(f"{cell:>12}" for cell in cells))
+        lines.append(f"{kernel:<32}{dtype:<8}" + "".join(f"{cell:>12}" for cell in cells))
     return "\n".join([*lines, "(registers per thread, bytes of static shared memory)"])
 
 

@@ -15,7 +15,7 @@ WORLDS = {
     "run": {
         "shm": (1, 2, 3, 4, 5),
         "local": (3,),
-        "emulated": (1, 2, 3, 5),
+        "emulated": (1, 2, 3),
         "cuda": (1, 2, 4, 8),
     },
     "run_few": {"shm": (2, 3), "local": (2,), "emulated": (2, 3), "cuda": (2, 3)},

@@ -120,6 +120,13 @@ void Rank::release(void* block, int64_t bytes) {
     allocated_ -= size;
 }
 
+Error Rank::no_room(int rank, int64_t bytes) const {
+    return Error(ErrorKind::heap_exhausted,
+                 "empty: " + std::to_string(bytes) + " bytes don't fit into the heap of rank " +
+                     std::to_string(rank) + ", which has " + std::to_string(heap_bytes()) +
+                     " bytes; raise heap_bytes of the communicator");
+}
+
 bool Rank::fits_attachments(int64_t bytes, int64_t longest_slice, int sections,
                             int64_t itemsize) const {
     if (bytes > config_.one_shot_bytes) return false;

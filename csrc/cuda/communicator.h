@@ -74,6 +74,9 @@ class Rank : public Communicator, public std::enable_shared_from_this<Rank> {
                         Stream stream);
     static Descriptor describe_rejected(OpCode op, const std::string& text);
 
+    // Of comm.empty().
+    Error no_room(int rank, int64_t bytes) const;
+
     char* heap() const { return segment_.base + segment_.geometry.heap; }
     const Options options_;
     const LaunchConfig config_;

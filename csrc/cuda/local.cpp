@@ -141,7 +141,7 @@ class Group {
         return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
     }
 
-    void check_open(int rank, const char* op) const {
+    void check_open(int rank, const char* op) {
         if (closed_[rank])
             throw Error(ErrorKind::communicator,
                         std::string(op) +
@@ -154,9 +154,9 @@ class Group {
                 std::string(op) + ": the communicator is closed; first cause: " + cause_->what());
         for (int r = 0; r < world; ++r)
             if (closed_[r])
-                throw Error(ErrorKind::peer_lost,
-                            std::string(op) + " on rank " + std::to_string(rank) + ": rank " +
-                                std::to_string(r) + " closed its communicator");
+                fail(Error(ErrorKind::peer_lost,
+                           std::string(op) + " on rank " + std::to_string(rank) + ": rank " +
+                               std::to_string(r) + " closed its communicator"));
     }
 
     [[noreturn]] void fail(const Error& error) {
@@ -227,11 +227,7 @@ class LocalRank : public Rank {
             agree(builder.d, stream, &mine, [&](const Work* const* works) {
                 for (int r = 0; r < world; ++r)
                     if (static_cast<const Request*>(works[r]->common)->block == nullptr)
-                        throw Error(ErrorKind::heap_exhausted,
-                                    "empty: the heap of rank " + std::to_string(r) +
-                                        " has no room for " + std::to_string(bytes) +
-                                        " bytes; its capacity is " + std::to_string(heap_bytes()) +
-                                        " bytes");
+                        throw no_room(r, bytes);
             });
         } catch (...) {
             give_back();

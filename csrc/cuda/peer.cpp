@@ -61,12 +61,7 @@ class PeerRank : public Rank {
             builder.add(bytes);
             const int64_t* has_room = exchange(builder.d, block != nullptr, stream);
             for (int r = 0; r < world; ++r)
-                if (!has_room[r])
-                    throw Error(ErrorKind::heap_exhausted,
-                                "empty: the heap of rank " + std::to_string(r) +
-                                    " has no room for " + std::to_string(bytes) +
-                                    " bytes; its capacity is " + std::to_string(heap_bytes()) +
-                                    " bytes");
+                if (!has_room[r]) throw no_room(r, bytes);
         } catch (...) {
             if (block != nullptr) release(block, bytes);
             throw;

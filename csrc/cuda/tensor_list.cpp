@@ -38,6 +38,12 @@ DeviceTensorList::DeviceTensorList(std::shared_ptr<Rank> rank, const std::vector
       table_bytes_(size() *
                    static_cast<int64_t>(sizeof(TensorEntry) + sizeof(void*) + sizeof(void*))) {
     fixed_ = take(fixed_bytes_);
+    try {
+        tables_.push_back(std::make_unique<Table>(Table{{}, take(table_bytes_)}));
+    } catch (...) {
+        rank_->release(fixed_, fixed_bytes_);
+        throw;
+    }
     const Fixed fixed(fixed_, size());
     const auto bytes = static_cast<int64_t>(size() * sizeof(int64_t));
     copy_async(fixed.starts, starts.data(), bytes, stream);
@@ -93,7 +99,6 @@ RankTensors DeviceTensorList::upload(int64_t itemsize, const std::vector<void*>&
     }
 
     const bool captured = capturing(stream);
-    if (tables_.empty()) tables_.push_back(std::make_unique<Table>(Table{{}, take(table_bytes_)}));
     if (captured) tables_.push_back(std::make_unique<Table>(Table{{}, take(table_bytes_)}));
     Table& table = captured ? *tables_.back() : *tables_.front();
     if (table.content != content) {

@@ -22,4 +22,9 @@ COCONET_EXPORT Graph* coconet_end_capture() {
 COCONET_EXPORT void coconet_replay(const Graph* graph) { graph->replay(); }
 COCONET_EXPORT void coconet_destroy_graph(Graph* graph) { delete graph; }
 
+// The names of dtypes are those of the layer above.
+COCONET_EXPORT void coconet_set_other_dtype_name(const char* (*name)(int)) {
+    coconet::other_dtype_name = name;
+}
+
 COCONET_EXPORT void coconet_set_seed(uint64_t seed) { coconet::emulator::set_seed(seed); }
