@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "mutants"
 RESULTS = ROOT / "build" / "mutants.json"
 REASONS = ROOT / "tests" / "mutants.json"
-COPIED = ("csrc", "tests/native", "tests/emulator")
+COPIED = ("csrc", "tests/native", "tests/emulator", "tests/cuda")
 
 RUN_LIMIT_S = 600  # a run that takes longer hangs
 
@@ -83,6 +83,26 @@ SUITES = [
             "*": "kernels_avx*.o test_*.o adam.o cases.o native.o",
         },
         environment={"COCONET_ISA": "portable", "COCONET_TEST_TIMEOUT": "10"},
+    ),
+    Suite(
+        name="cuda",
+        folder="tests/cuda",
+        sources=["csrc/cuda/*.cuh", "csrc/cuda/*.cu", "csrc/cuda/*.cpp", "csrc/common/*.h"],
+        build="build/cuda/{mode}",
+        first={
+            "*/all_gather.*": "all_gather disagreements_about_rows shapes_of",
+            "*/channel.cuh": "all_gather disagree rejections one_rank rs_adam_ag sequences",
+            "*/rs_adam_ag.*": "rs_adam_ag disagreements_about_parameters",
+            "*/staged.h": "all_reduce_of_many rs_adam_ag_of_many",
+            "*.cpp": "questions one_rank disagree rejections heap_is_full",
+            "*": "all_reduce reduce_scatter all_gather rs_adam_ag rejections",
+        },
+        # They take long to compile.
+        spare={
+            "*/channel.cuh": "all_reduce.cu.o reduce_scatter.cu.o",
+            "*/staged.h": "all_gather.cu.o reduce_scatter.cu.o",
+        },
+        environment={"COCONET_TEST_TIMEOUT": "10", "COCONET_EMULATOR_TIMEOUT": "20"},
     ),
 ]
 
@@ -419,9 +439,9 @@ def main() -> int:
     parser.add_argument("--seed", help="of the sample; without it, the date", default="")
     options = parser.parse_args()
 
-    suites = [s for s in SUITES if options.suite in (None, s.name)]
-    sites, reasons = find_sites(suites), load_reasons()
-    unknown = sorted(reasons.keys() - {s.name for s in find_sites(SUITES)})
+    sites, reasons = find_sites(SUITES), load_reasons()
+    unknown = sorted(reasons.keys() - {s.name for s in sites})
+    sites = [s for s in sites if options.suite in (None, s.suite.name)]
     if options.only:
         sites = [s for s in sites if any(part in s.name for part in options.only)]
     if options.sample is not None:
