@@ -1,7 +1,7 @@
 # make bench   set up .venv, build, run the microbenchmark of every op  (BENCH_ARGS="--ranks 4")
 # make bench-peers   install what `coconet-bench --vs all` compares with, beyond torch's own
 # make test    set up .venv, build, run every test                      (TEST_ARGS="-k adam")
-# make native  build and run the native tests of csrc/cpu and csrc/emulator: no Python, no torch
+# make native  build and run the native tests of csrc/cpu, csrc/emulator and csrc/cuda: no Python or torch
 # make sanitize  the same plain, under ThreadSanitizer, and under AddressSanitizer with UBSan
 # make mutants   remove each synchronization once; a test must notice   (MUTANTS_ARGS="--only heap")
 # make cuda-gate  compile every CUDA kernel for every architecture and check the code: no GPU needed
@@ -23,7 +23,7 @@ CPP_DIRS := $(shell find csrc python -type d -not -name __pycache__ 2>/dev/null)
 BENCH_ARGS ?=
 TEST_ARGS ?=
 MUTANTS_ARGS ?=
-NATIVE_TESTS := tests/native tests/emulator
+NATIVE_TESTS := tests/native tests/emulator tests/cuda
 # Headers and sources outside the extension.
 CPP_TESTS := $(wildcard $(foreach folder,$(NATIVE_TESTS),$(addprefix $(folder)/*.,h cpp cu)))
 

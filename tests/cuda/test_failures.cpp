@@ -311,7 +311,7 @@ CASE(questions_from_other_threads) {
     });
 }
 
-CASE(world_sizes) {
+CASE(wrong_world_sizes) {
     const cuda::Backend& backend = cuda::backend();
     for (const int size : {0, 17}) {
         expect_in("it must be between 1 and 16",

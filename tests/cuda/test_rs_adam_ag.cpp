@@ -31,7 +31,7 @@ const std::vector<int64_t> kNumels = {1, 1023, 0, 63, 700};
 
 CASE(rs_adam_ag) {
     for (const Kind kind : kKinds)
-        for (const int size : {1, 2, 3, 4, 5, 8, 16}) {
+        for (const int size : world_sizes()) {
             const World world(kind, size);
             for (const DType dtype : kAdamDTypes) {
                 if (size > 4 && dtype != kAdamDTypes[size % 3]) continue;
