@@ -90,16 +90,14 @@ SUITES = [
         sources=["csrc/cuda/*.cuh", "csrc/cuda/*.cu", "csrc/cuda/*.cpp", "csrc/common/*.h"],
         build="build/cuda/{mode}",
         first={
-            "*/all_gather.*": "all_gather disagreements_about_rows shapes_of",
-            "*/channel.cuh": "all_gather disagree rejections one_rank rs_adam_ag sequences",
-            "*/rs_adam_ag.*": "rs_adam_ag disagreements_about_parameters",
-            "*/staged.h": "all_reduce_of_many rs_adam_ag_of_many",
-            "*.cpp": "questions one_rank disagree rejections heap_is_full",
-            "*": "all_reduce reduce_scatter all_gather rs_adam_ag rejections",
+            "*.cpp": "disagree one_rank heap_is_full streams questions",
+            "*": "barriers no_counter disagree rejections one_rank graphs_of_many",
         },
         # They take long to compile.
         spare={
             "*/channel.cuh": "all_reduce.cu.o reduce_scatter.cu.o",
+            "*/machine.cuh": "all_gather.cu.o reduce_scatter.cu.o",
+            "*/reduce.cuh": "all_gather.cu.o reduce_scatter.cu.o",
             "*/staged.h": "all_gather.cu.o reduce_scatter.cu.o",
         },
         environment={"COCONET_TEST_TIMEOUT": "10", "COCONET_EMULATOR_TIMEOUT": "20"},
@@ -110,7 +108,7 @@ SUITES = [
 REMOVED = (
     r"signal|wait\w*|settle|enter|post|leave|complete_outputs|skip_chunks|finish_chunks|check_peers"
     r"|futex_\w+|flush_streaming_stores|__builtin_ia32_sfence|notify_all|notify_one|lock|join"
-    r"|__syncthreads|__syncwarp|__threadfence\w*|cp_async_\w+|barrier|abandon"
+    r"|__syncthreads|__syncwarp|__threadfence\w*|cp_async_\w+|barrier|abandon|order|synchronize"
 )
 # Conditions that are taken for true.
 CONDITIONS = r"wait|wait_all|wait_inputs|reached_in_time|enter|complete_outputs|claim"
