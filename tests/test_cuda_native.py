@@ -1,4 +1,4 @@
-"""The native tests of csrc/cuda over the emulator, built without torch; see tests/cuda/README.md."""
+"""The native tests of csrc/cuda over the emulator, without torch; see tests/cuda/README.md."""
 
 from __future__ import annotations
 
