@@ -92,7 +92,7 @@ SUITES = [
         build="build/cuda/{mode}",
         first={
             "*.cpp": "disagree one_rank heap_is_full streams questions",
-            "*": "barriers_order no_counter|disagree rejections one_rank graphs_of_many",
+            "*": "barriers_order counter_falls are_counted|disagree rejections one_rank graphs_of_many",
         },
         # They take long to compile.
         spare={

@@ -73,4 +73,28 @@ CASE(no_counter_falls_behind) {
     }
 }
 
+// Nor one in which the ranks disagree.
+CASE(disagreements_are_counted) {
+    const auto call = [](const std::string& name, const std::function<void(Communicator&)>& body) {
+        const World world(Kind::peer, 3);
+        world.run(body);
+        expect_in_step(world, "a disagreement on " + name, kEnter);
+    };
+    call("shapes", [](Communicator& comm) {
+        const Tensor x(comm, 4, {5 + comm.rank}, Place::own, Shift::none);
+        comm.all_reduce(x.operand(DType::f32), x.data(), false, true, nullptr);
+    });
+    call("rows", [](Communicator& comm) {
+        const int64_t rows = 1 + comm.rank;
+        const Tensor shard(comm, 4, {rows, 4}, Place::own, Shift::none);
+        const Tensor y(comm, 4, {9, 4}, Place::own, Shift::none);
+        comm.all_gather(shard.operand(DType::f32), y.data(), 0, -1, rows * comm.world, nullptr);
+    });
+    call("parameters", [](Communicator& comm) {
+        AdamCheck adam(comm, DType::f32, {10, 10 + comm.rank / 2}, Place::own, 0);
+        adam.fill(Absent::none, 1);
+        adam.call(nullptr);
+    });
+}
+
 }  // namespace coconet::native
