@@ -89,7 +89,7 @@ struct PeerBuffers {
     int rank;
     std::vector<void*> base;
     int64_t bytes;
-    std::shared_ptr<void> owner;
+    std::shared_ptr<void> owner{};
 };
 
 class Backend {

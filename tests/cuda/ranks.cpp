@@ -1,5 +1,6 @@
 #include "ranks.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
@@ -29,7 +30,8 @@ uint64_t mixed(uint64_t x) {
 Options options(uint32_t first_epoch) {
     Options o;
     o.heap_bytes = 1 << 20;
-    o.timeout_seconds = 30;
+    const char* const seconds = getenv("COCONET_TEST_TIMEOUT");
+    o.timeout_seconds = seconds != nullptr ? atof(seconds) : 30;
     o.first_epoch = first_epoch;
     o.blocks = 2;
     o.threads = kThorough ? 64 : 32;

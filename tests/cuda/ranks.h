@@ -55,6 +55,8 @@ class World {
     void run(const std::function<void(Communicator&)>& body) const;
     // A rank's stream: one for all where one launch is for all.
     Stream stream(int rank) const;
+    // The memory of a peer.
+    const void* buffer(int rank) const { return buffers_[rank]; }
 
     const Kind kind;
     const int size;

@@ -307,6 +307,7 @@ CASE(questions_from_other_threads) {
         } joining{done, asking};
         for (int i = 0; i < 5; ++i)
             check_all_reduce(comm, {DType::f32, {3000}, false, Place::heap, Place::heap, 1}, false);
+        comm.close();
     });
 }
 
