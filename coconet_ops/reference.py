@@ -71,7 +71,11 @@ def rs_adam_ag_(
 
     A gradient that is None on some ranks counts as zero there; a parameter without any is skipped.
     """
-    present = torch.tensor([g is not None for g in grads], dtype=torch.int32)
+    present = torch.tensor(
+        [g is not None for g in grads],
+        dtype=torch.int32,
+        device=params[0].device if params else None,
+    )
     dist.all_reduce(present, group=group)
     op = "avg" if average_grads else "sum"
     for p, g, ranks in zip(params, grads, present.tolist(), strict=True):

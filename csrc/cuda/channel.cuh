@@ -18,8 +18,6 @@ namespace coconet::cuda {
 
 class Channel {
   public:
-    // All blocks of a rank construct one. first: whether this launch has a part in a call for the
-    // first time (see resume()).
     COCONET_DEVICE explicit Channel(const Segments& segments)
         : rank(gridDim.y > 1 ? static_cast<int>(blockIdx.y) : segments.rank),
           world(segments.world),
