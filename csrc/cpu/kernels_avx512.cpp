@@ -9,6 +9,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 // GCC 12 warns about the undefined vectors in its own header.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #define COCONET_ISA avx512
 #define COCONET_ISA_NAME "avx512"
 #define COCONET_ISA_AVX512
