@@ -163,6 +163,8 @@ void bind_device(py::module_& m) {
         .def_property_readonly("heap_allocated",
                                [](const DeviceCommunicator& c) { return c.core->heap_allocated(); })
         .def_property_readonly("huge_pages", [](const DeviceCommunicator&) { return false; })
+        .def("__repr__",
+             [](const DeviceCommunicator& c) { return cuda::to_string(c.core->config()); })
         .def("owns", [](const DeviceCommunicator& c,
                         const Tensor& t) { return c.core->offset_of(t.const_data_ptr(), 0) >= 0; })
         .def_property_readonly("tuning",

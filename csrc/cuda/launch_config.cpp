@@ -24,8 +24,8 @@ LaunchConfig launch_config(const DeviceInfo& device, int ranks_on_device, int bl
     const int share = ranks_on_device > 1 ? device.multiprocessors / ranks_on_device
                                           : std::min(device.multiprocessors, 64);
     config.blocks = std::clamp(blocks > 0 ? blocks : share, 1, kMaxBlocks);
-    config.unroll = 4;
-    config.pack_bytes = 16;
+    config.unroll = kReduceUnroll;
+    config.pack_bytes = kPackBytes;
     config.chunk_bytes = kChunk;
     config.one_shot_bytes = kOneShot;
     config.attachment_bytes = kAttachment;

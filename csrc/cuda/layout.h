@@ -13,6 +13,8 @@ namespace coconet::cuda {
 constexpr int kMaxRanks = 16;
 constexpr int kMaxBlocks = 256;   // per rank
 constexpr int kMaxThreads = 512;  // per block; at least kMaxRanks
+constexpr int kPackBytes = 16;    // of a load or store
+constexpr int kReduceUnroll = 4;  // packs of each operand in flight per thread
 
 // What a rank tells its peers when it enters a call.
 struct alignas(16) Mail {

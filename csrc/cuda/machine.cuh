@@ -19,7 +19,6 @@
 namespace coconet::cuda {
 
 constexpr int kWarp = 32;
-constexpr int kPackBytes = 16;
 
 // The own part of a launch's parameters.
 template <class Launch>

@@ -7,8 +7,8 @@
 
 namespace coconet::cuda {
 
-// Packs of each operand in flight per thread. Staged operands are in the L2 cache.
-constexpr int kReduceUnroll = 4, kStagedUnroll = 2;
+// Staged operands are in the L2 cache.
+constexpr int kStagedUnroll = 2;
 
 // A block's staging areas.
 struct Stage {
