@@ -244,7 +244,7 @@ def edits(code: str):
         elif re.search(r"\breturn\s*$", code[:begin]) or kind == "statement":
             if code[end + 1 :].lstrip().startswith(";"):
                 yield begin, end + 1, "(void)0", m[1]
-    for m in re.finditer(r"\bstd::(lock_guard|scoped_lock)\b[^;{}]*(?=;)", code):
+    for m in re.finditer(r"\b(?:const\s+)?std::(lock_guard|scoped_lock)\b[^;{}]*(?=;)", code):
         yield m.start(), m.end(), "(void)0", m[1]
     for m in re.finditer(rf"\b({'|'.join(WEAKENED)})\s*(?=\()", code):
         defined = re.search(r"(\w+)\s+$", code[: m.start()])
