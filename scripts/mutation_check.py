@@ -50,8 +50,8 @@ class Suite:
     build: str  # the objects of a mode, from the root
     # The likeliest to notice first.
     modes: list[str] = field(default_factory=lambda: ["thread", "plain"])
-    # Parts of the names of the cases to try first, by pattern of the source's path; after a |, those
-    # to try next.
+    # Parts of the names of the cases to try first, by pattern of the source's path; after a |,
+    # those to try next.
     first: dict[str, str] = field(default_factory=dict)
     # Objects that the first build leaves as they are, by pattern of the source's path: they don't
     # run, only test, or take long to compile where others show the same.
@@ -92,7 +92,8 @@ SUITES = [
         build="build/cuda/{mode}",
         first={
             "*.cpp": "disagree one_rank heap_is_full streams questions",
-            "*": "barriers_order counter_falls are_counted|disagree rejections one_rank graphs_of_many",
+            "*": "barriers_order counter_falls are_counted"
+            "|disagree rejections one_rank graphs_of_many",
         },
         # They take long to compile.
         spare={
