@@ -50,8 +50,8 @@ class Suite:
     build: str  # the objects of a mode, from the root
     # The likeliest to notice first.
     modes: list[str] = field(default_factory=lambda: ["thread", "plain"])
-    # Parts of the names of the cases to try first, by pattern of the source's path; after a | those
-    # to try next.
+    # Parts of the names of the cases to try first, by pattern of the source's path; after a |,
+    # those to try next.
     first: dict[str, str] = field(default_factory=dict)
     # Objects that the first build leaves as they are, by pattern of the source's path: they don't
     # run, only test, or take long to compile where others show the same.
@@ -245,7 +245,7 @@ def edits(code: str):
         elif re.search(r"\breturn\s*$", code[:begin]) or kind == "statement":
             if code[end + 1 :].lstrip().startswith(";"):
                 yield begin, end + 1, "(void)0", m[1]
-    for m in re.finditer(r"\bstd::(lock_guard|scoped_lock)\b[^;{}]*(?=;)", code):
+    for m in re.finditer(r"\b(?:const\s+)?std::(lock_guard|scoped_lock)\b[^;{}]*(?=;)", code):
         yield m.start(), m.end(), "(void)0", m[1]
     for m in re.finditer(rf"\b({'|'.join(WEAKENED)})\s*(?=\()", code):
         defined = re.search(r"(\w+)\s+$", code[: m.start()])

@@ -91,6 +91,8 @@ class Channel {
         return !__syncthreads_or(lost);
     }
 
+    // Takes part in a call that another kernel of this rank has entered: the counter keeps up.
+    COCONET_DEVICE void follow() const { signal(kEnter, call_); }
     // Ends a call: all blocks of all ranks are done with each other's memory.
     COCONET_DEVICE bool complete_outputs() const {
         leave();

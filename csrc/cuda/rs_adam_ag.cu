@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(kAdamThreads, 1)
     const RankTensors& mine = own_operands(launch);
     if (mine.plan->go == 0) return;  // on every rank
     const Channel channel(launch.segments);
+    channel.follow();
     const AdamCall& call = launch.common;
     const Team team = Team::block(call.grain);
     const ListSlices slices{mine.starts, mine.numels, call.num_tensors, call.total, call.slice};
