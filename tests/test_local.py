@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
@@ -369,6 +370,30 @@ def test_threads_of_one_rank_take_turns(backend):
         thread.join()
     local.close()
     assert totals == [4.0] * 4
+
+
+@pytest.fixture
+def emulated():
+    if "emulated" in missing_backends():
+        pytest.skip(missing_backends()["emulated"])
+    with co.LocalCommunicator(1, heap_bytes=4 * MIB, _backend=emulated_backend()) as local:
+        yield local
+
+
+def test_memory_behind_the_heap_is_not_owned(emulated):
+    (comm,) = emulated.ranks
+    first = emulated.run(lambda comm: comm.empty(16))[0]
+    behind = (ctypes.c_char * 1).from_address(first.data_ptr() + comm.heap_bytes)
+    assert comm.owns(first) and not comm.owns(torch.frombuffer(behind, dtype=torch.uint8))
+
+
+def test_step_counts_are_one_for_each_tensor(emulated):
+    params = [torch.zeros(5), torch.zeros(7)]
+    state = emulated.run(lambda comm: co.AdamState(params, group=comm))[0]
+    with pytest.raises(ValueError, match="there are 1 step counts for 2 tensors"):
+        state._list.steps = [3]
+    state._list.steps = [3, 4]
+    assert state.steps == [3, 4]
 
 
 def test_one_inside_another(three):

@@ -101,7 +101,7 @@ Rank::Rank(int rank, int world, const Options& options, const LaunchConfig& conf
 int64_t Rank::offset_of(const void* p, int64_t bytes) const {
     const auto offset =
         static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) - reinterpret_cast<uintptr_t>(heap()));
-    return offset >= 0 && offset + bytes <= segment_.heap_bytes ? offset : kPrivate;
+    return offset >= 0 && offset + max64(bytes, 1) <= segment_.heap_bytes ? offset : kPrivate;
 }
 
 void* Rank::allocate(int64_t bytes) {
