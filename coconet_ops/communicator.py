@@ -103,6 +103,7 @@ class Communicator:
             problem = f"no shared memory: {error}"
         mine = {
             "problem": problem,
+            "on": "cpu",
             "host": (host, socket.gethostname()),
             "heap_bytes": heap_bytes,
             "address": rendezvous.address if rendezvous else "",
@@ -143,18 +144,19 @@ class Communicator:
         **test_options: Any,
     ) -> None:
         self.backend = "cuda_peer"
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
         self._core = None
         problem, seconds = "", 0.0
         try:
-            heap_bytes, seconds = check_limits(heap_bytes or cuda_peer.HEAP_BYTES, self.timeout)
+            if heap_bytes is None:
+                heap_bytes = cuda_peer.HEAP_BYTES
+            heap_bytes, seconds = check_limits(heap_bytes, self.timeout)
+            if self.device.type == "cuda" and self.device.index is None:
+                if not torch.cuda.is_available():
+                    raise ValueError(f"device is {self.device}, but torch finds no CUDA device")
+                self.device = torch.device("cuda", torch.cuda.current_device())
         except (TypeError, ValueError) as error:
             problem = str(error)
-        problems = _exchange(problem, group, self.world_size)
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
-        if failed:
-            raise CommunicatorError("Communicator: could not be created: " + "; ".join(failed))
+        _agree_on_devices(_exchange({"problem": problem, "on": "cuda"}, group, self.world_size))
         self._core = cuda_peer.connect(
             group,
             self.device,
@@ -333,11 +335,19 @@ def _exchange(mine: object, group: dist.ProcessGroup | None, world_size: int) ->
     return everyone
 
 
-def _agree(ranks: list[dict]) -> None:
-    """Raises the same error on every rank unless all of them can share memory."""
+def _agree_on_devices(ranks: list[dict]) -> None:
+    """Raises the same error on every rank if one has a problem or only some are on the CPU."""
     failed = [f"rank {r}: {info['problem']}" for r, info in enumerate(ranks) if info["problem"]]
     if failed:
         raise CommunicatorError("Communicator: could not be created: " + "; ".join(failed))
+    types = [info["on"] for info in ranks]
+    if len(set(types)) > 1:
+        raise CommunicatorError(f"Communicator: ranks disagree on device: {types}")
+
+
+def _agree(ranks: list[dict]) -> None:
+    """Raises the same error on every rank unless all of them can share memory."""
+    _agree_on_devices(ranks)
     if len(ranks) > _C.max_ranks:
         raise CommunicatorError(
             f"Communicator: the group has {len(ranks)} ranks; at most {_C.max_ranks} are supported"

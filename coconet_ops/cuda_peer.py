@@ -52,9 +52,7 @@ def connect(
     except (RuntimeError, ValueError) as error:
         problem = str(error)
     ranks = exchange((problem, heap_bytes, check, blocks))
-    failed = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(ranks) if text]
-    if failed:
-        raise CommunicatorError("Communicator: could not be created: " + "; ".join(failed))
+    _raise_for_any([text for text, *_ in ranks])
     _agree("heap_bytes", [heap for _, heap, _, _ in ranks])
     _agree("COCONET_CHECK", [checked for _, _, checked, _ in ranks])
     blocks = min(b for _, _, _, b in ranks)  # blocks meet by number
@@ -67,17 +65,27 @@ def connect(
             "nccl": peer_memory.allocate_nccl,
         }[provider]
     memory = allocate(group, device, nbytes)
-    core = backend.peer_communicator(
-        rank=memory.rank,
-        buffers=memory.pointers,
-        owner=memory,
-        bytes=memory.nbytes,
-        timeout=seconds,
-        check=check,
-        **options,
-    )
-    exchange(None)  # no rank launches before all are there
+    core = None
+    try:
+        core = backend.peer_communicator(
+            rank=memory.rank,
+            buffers=memory.pointers,
+            owner=memory,
+            bytes=memory.nbytes,
+            timeout=seconds,
+            check=check,
+            **options,
+        )
+    except RuntimeError as error:
+        problem = str(error)
+    _raise_for_any(exchange(problem))  # no rank launches before all are there
     return core
+
+
+def _raise_for_any(problems: list[str]) -> None:
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+    if failed:
+        raise CommunicatorError("Communicator: could not be created: " + "; ".join(failed))
 
 
 def _agree(name: str, values: list) -> None:

@@ -400,7 +400,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def_readonly("numels", &TensorList::numels)
         .def_readonly("slice", &TensorList::slice)
         .def_readwrite("steps", &TensorList::steps)
-        .def("pieces", &slice_pieces, py::arg("rank"));
+        .def(
+            "pieces", [](const TensorList& list, int rank) { return slice_pieces(list, rank); },
+            py::arg("rank"));
     m.def("adam_step", &adam_step, py::arg("tensors"), py::arg("params"),
           py::arg("grads").none(true), py::arg("hyper"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
           py::arg("master").none(true));

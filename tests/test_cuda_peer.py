@@ -134,7 +134,8 @@ def test_bad_arguments_reach_the_peers():
     own, peer = values(run_fresh(2, bad_argument))[::-1]
     assert own[0][0] == "TypeError"
     assert peer[0][0] == "nothing" and peer[1][0] == "MismatchError"
-    assert "rank 1 was given bad arguments" in peer[1][1] and "complex64" in peer[1][1]
+    assert f"rank 1 was given bad arguments: {own[0][1]}" in peer[1][1]
+    assert "complex64" in own[0][1]
 
 
 def absent():
@@ -164,3 +165,55 @@ def outlives():
 
 def test_tensors_outlive_the_communicator():
     assert values(run_fresh(2, outlives)) == [3000.0, 3000.0]
+
+
+def without_a_device(device, heap_bytes):
+    return raised(lambda: co.Communicator(device=device, heap_bytes=heap_bytes))[:2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_without_a_device_every_rank_gets_the_same_error(device):
+    first, second = values(run_fresh(2, without_a_device, device, None))
+    assert first == second and first[0] == "CommunicatorError"
+    assert "rank 0: " in first[1] and "CUDA" in first[1]
+
+
+def test_no_heap_is_an_error():
+    for error, text in values(run_fresh(2, without_a_device, "cuda:0", 0)):
+        assert error == "CommunicatorError"
+        assert "rank 1: heap_bytes is 0; it must be positive" in text
+
+
+def different_devices():
+    device = "cpu" if dist.get_rank() else "cuda:0"
+    return raised(lambda: co.Communicator(device=device))[:2]
+
+
+def test_ranks_on_different_devices():
+    for error, text in values(run_fresh(2, different_devices)):
+        assert error == "CommunicatorError"
+        assert "ranks disagree on device: ['cuda', 'cpu']" in text
+
+
+class FailsOnRank1:
+    """The emulator's backend, but its communicator can't be made on one rank."""
+
+    def __getattr__(self, name):
+        return getattr(emulated_backend(), name)
+
+    def peer_communicator(self, rank, **options):
+        if rank == 1:
+            raise RuntimeError("no host memory")
+        return emulated_backend().peer_communicator(rank=rank, **options)
+
+
+def one_fails_at_the_end():
+    peers = {"backend": FailsOnRank1(), "allocate": shared_buffers}
+    return raised(lambda: co.Communicator(heap_bytes=4 * MIB, _peers=peers))[:2]
+
+
+def test_a_rank_that_fails_at_the_end_fails_all():
+    for error, text in values(run_fresh(2, one_fails_at_the_end)):
+        assert error == "CommunicatorError"
+        assert "could not be created: rank 1: no host memory" in text

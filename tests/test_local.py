@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from harness import communicator, run_fresh, run_script, values
+from harness import communicator, emulated_backend, missing_backends, run_fresh, run_script, values
 
 import coconet_ops as co
 from coconet_ops.testing.resources import leaked, resources
@@ -343,6 +344,56 @@ def test_two_at_once():
 
         assert all((x == 9).all() for x in outer.run(work))
         assert all((x == 9).all() for x in outer.run(work))
+
+
+@pytest.mark.parametrize("backend", ["local", "emulated"])
+def test_threads_of_one_rank_take_turns(backend):
+    if backend in missing_backends():
+        pytest.skip(missing_backends()[backend])
+    options = {"_backend": emulated_backend()} if backend == "emulated" else {}
+    local = co.LocalCommunicator(2, heap_bytes=4 * MIB, timeout=timedelta(seconds=40), **options)
+    totals = []
+
+    def call(comm):
+        totals.append(float(co.all_reduce(torch.full((5,), 2.0), group=comm)[0]))
+
+    # Rank 0 calls from two threads before rank 1 does.
+    early, late = (
+        [threading.Thread(target=call, args=(comm,)) for _ in "ab"] for comm in local.ranks
+    )
+    for thread in early:
+        thread.start()
+    time.sleep(0.3)
+    for thread in late:
+        thread.start()
+    for thread in early + late:
+        thread.join()
+    local.close()
+    assert totals == [4.0] * 4
+
+
+@pytest.fixture
+def emulated():
+    if "emulated" in missing_backends():
+        pytest.skip(missing_backends()["emulated"])
+    with co.LocalCommunicator(1, heap_bytes=4 * MIB, _backend=emulated_backend()) as local:
+        yield local
+
+
+def test_memory_behind_the_heap_is_not_owned(emulated):
+    (comm,) = emulated.ranks
+    first = emulated.run(lambda comm: comm.empty(16))[0]
+    behind = (ctypes.c_char * 1).from_address(first.data_ptr() + comm.heap_bytes)
+    assert comm.owns(first) and not comm.owns(torch.frombuffer(behind, dtype=torch.uint8))
+
+
+def test_step_counts_are_one_for_each_tensor(emulated):
+    params = [torch.zeros(5), torch.zeros(7)]
+    state = emulated.run(lambda comm: co.AdamState(params, group=comm))[0]
+    with pytest.raises(ValueError, match="there are 1 step counts for 2 tensors"):
+        state._list.steps = [3]
+    state._list.steps = [3, 4]
+    assert state.steps == [3, 4]
 
 
 def test_one_inside_another(three):

@@ -37,7 +37,7 @@ struct AdamState {
     float *exp_avg, *exp_avg_sq, *master;  // the own slice; master: unused for fp32 weights
 };
 
-// One rank's end of a communicator. Not for several threads at a time. Operands are contiguous
+// One rank's end of a communicator. Calls of several threads take turns. Operands are contiguous
 // tensors on the device. Calls return once their kernels are launched; what a kernel reports, the
 // next call raises.
 class Communicator {

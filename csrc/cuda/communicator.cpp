@@ -101,7 +101,7 @@ Rank::Rank(int rank, int world, const Options& options, const LaunchConfig& conf
 int64_t Rank::offset_of(const void* p, int64_t bytes) const {
     const auto offset =
         static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) - reinterpret_cast<uintptr_t>(heap()));
-    return offset >= 0 && offset + bytes <= segment_.heap_bytes ? offset : kPrivate;
+    return offset >= 0 && offset + max64(bytes, 1) <= segment_.heap_bytes ? offset : kPrivate;
 }
 
 void* Rank::allocate(int64_t bytes) {
@@ -159,8 +159,9 @@ void Rank::submit_barrier(const Descriptor& descriptor, int64_t number, int64_t*
 
 Descriptor Rank::describe_rejected(OpCode op, const std::string& text) {
     Descriptor d = DescriptorBuilder(OpCode::rejected).d;
-    const std::string whole =
-        op == OpCode::rejected ? text : std::string(op_name(op)) + ": " + text;
+    const std::string name = op_name(op);
+    const bool names_op = op == OpCode::rejected || text.compare(0, name.size(), name) == 0;
+    const std::string whole = names_op ? text : name + ": " + text;
     snprintf(d.text, sizeof d.text, "%s", whole.c_str());
     return d;
 }

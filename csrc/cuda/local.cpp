@@ -275,6 +275,7 @@ class LocalRank : public Rank {
   private:
     template <class Run>
     void meet(Work& work, const Run& run) {
+        const std::lock_guard<std::mutex> turn(turn_);
         group_->meet(rank, op_name(work.descriptor.op), &work, [&](void* const* calls) {
             const Work* works[kMaxRanks];
             const Descriptor* descriptors[kMaxRanks];
@@ -302,6 +303,7 @@ class LocalRank : public Rank {
     }
 
     const std::shared_ptr<Group> group_;
+    std::mutex turn_;  // held by the thread that meets the peers
 };
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "cuda/peer.h"
 
+#include <algorithm>
+#include <array>
 #include <optional>
 
 #include "cuda/communicator.h"
@@ -40,10 +42,10 @@ class PeerRank : public Rank {
 
     bool closed() const override { return closed_; }
     void close() override {
-        closed_ = true;
         if (!cause_)
             cause_.emplace(ErrorKind::communicator,
                            "close() was called on rank " + std::to_string(rank));
+        closed_ = true;
     }
 
     void barrier(Stream stream) override {
@@ -59,7 +61,7 @@ class PeerRank : public Rank {
         try {
             DescriptorBuilder builder(OpCode::empty);
             builder.add(bytes);
-            const int64_t* has_room = exchange(builder.d, block != nullptr, stream);
+            const Numbers has_room = exchange(builder.d, block != nullptr, stream);
             for (int r = 0; r < world; ++r)
                 if (!has_room[r]) throw no_room(r, bytes);
         } catch (...) {
@@ -73,11 +75,11 @@ class PeerRank : public Rank {
     void find_rows(const Operand& shard, int64_t dim, int64_t size, int64_t* begins,
                    Stream stream) override {
         const int64_t rows = shard.sizes[dim];
-        const int64_t* all =
-            size < 0 ? nullptr : exchange(describe_all_gather(shard, dim, size), rows, stream);
+        Numbers all;
+        all.fill(rows);
+        if (size >= 0) all = exchange(describe_all_gather(shard, dim, size), rows, stream);
         begins[0] = 0;
-        for (int r = 0; r < world; ++r)
-            begins[r + 1] = begins[r] + (all == nullptr ? rows : all[r]);
+        for (int r = 0; r < world; ++r) begins[r + 1] = begins[r] + all[r];
         if (size >= 0 && begins[world] != size)
             throw Error(ErrorKind::mismatch, "all_gather: size is " + std::to_string(size) +
                                                  " but the shards of all ranks have " +
@@ -87,9 +89,11 @@ class PeerRank : public Rank {
 
   protected:
     void follow_calls(Stream stream) override {
+        const std::lock_guard<std::recursive_mutex> turn(turn_);
         if (stream != last_stream_ && !capturing(stream)) order(last_stream_, stream);
     }
     void submit(Work& work) override {
+        const std::lock_guard<std::recursive_mutex> turn(turn_);
         const std::string op = op_name(work.descriptor.op);
         if (closed_)
             throw Error(cause_->kind,
@@ -105,6 +109,8 @@ class PeerRank : public Rank {
     }
 
   private:
+    using Numbers = std::array<int64_t, kMaxRanks>;  // by rank
+
     void check_report() {
         if (__atomic_load_n(&report_->kind, __ATOMIC_ACQUIRE) == 0) return;
         cause_.emplace(report_error(*report_, world, options_.timeout_seconds));
@@ -113,11 +119,14 @@ class PeerRank : public Rank {
     }
 
     // Every rank's number; waits for the stream.
-    const int64_t* exchange(const Descriptor& descriptor, int64_t number, Stream stream) {
+    Numbers exchange(const Descriptor& descriptor, int64_t number, Stream stream) {
+        const std::lock_guard<std::recursive_mutex> turn(turn_);
         submit_barrier(descriptor, number, numbers_, stream);
         synchronize(stream);
         check_report();
-        return numbers_;
+        Numbers all{};
+        std::copy(numbers_, numbers_ + world, all.begin());
+        return all;
     }
 
     const std::shared_ptr<void> owner_;
@@ -125,6 +134,7 @@ class PeerRank : public Rank {
     Report* report_;
     int64_t* numbers_;  // host-visible, by rank
     Stream last_stream_ = nullptr;
+    std::recursive_mutex turn_;  // held by the thread that calls
     std::atomic<bool> closed_{false};
     std::optional<Error> cause_;
 };

@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include <stdexcept>
 #include <utility>
 
 namespace coconet::cuda {
@@ -75,6 +76,9 @@ std::vector<int64_t> DeviceTensorList::steps(Stream stream) const {
 }
 
 void DeviceTensorList::set_steps(const std::vector<int64_t>& steps, Stream stream) {
+    if (steps.size() != numels.size())
+        throw std::invalid_argument("rs_adam_ag_: there are " + std::to_string(steps.size()) +
+                                    " step counts for " + std::to_string(size()) + " tensors");
     const DeviceGuard guard(rank_->device);
     copy_async(Fixed(fixed_, size()).steps, steps.data(), size() * sizeof(int64_t), stream);
     synchronize(stream);
