@@ -103,15 +103,12 @@ class Group {
         return closed_[rank] || cause_;
     }
 
-    // On one of the threads that meet: raises what the last kernels have reported, for good if
-    // they gave up.
+    // On one of the threads that meet: raises what the last kernels have reported, for good: those
+    // behind them have given up too.
     void check_report() {
         const Report& report = *segments_.report;
         if (load_flag(&report.kind) == 0) return;
-        const Error error = report_error(report, world, options.timeout_seconds);
-        if (error.kind != ErrorKind::mismatch) cause_.emplace(error);
-        *segments_.report = Report{};
-        throw Error(error);
+        fail(report_error(report, world, options.timeout_seconds));
     }
 
     // Before what a rank puts on a stream by itself.
