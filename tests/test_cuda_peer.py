@@ -14,14 +14,11 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from harness import emulated_backend, missing_backends, raised, run_fresh, values
+from harness import emulated_backend, raised, run_fresh, values
 
 import coconet_ops as co
 from coconet_ops.peer_memory import PeerMemory
 
-pytestmark = pytest.mark.skipif(
-    "emulated" in missing_backends(), reason=missing_backends().get("emulated", "")
-)
 MIB = 1 << 20
 
 
