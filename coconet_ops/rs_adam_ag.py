@@ -40,7 +40,7 @@ class AdamState:
             check_params(self.comm, params)
         # The kernel walks memory, so all ranks use one layout per parameter: that of rank 0.
         self.layouts = _agree_on_layouts(self.comm, params)
-        self._list = self.comm._core.tensor_list([p.numel() for p in params])
+        self._list = _tensor_list(self.comm, [p.numel() for p in params])
         self.dtype = params[0].dtype
         self._layouts = _C.Layouts(self.layouts, self.dtype, self.comm.device)
         numel = self._list.slice
@@ -86,6 +86,16 @@ class AdamState:
         """After a step: what the parameters are now."""
         if self.master is not None:
             self._seen = _versions(params)
+
+
+def _tensor_list(comm: Communicator, numels: list[int]) -> _C.TensorList | _C.DeviceTensors:
+    try:
+        return comm._core.tensor_list(numels)
+    except MemoryError as error:
+        # On devices a rank takes room for itself, so its peers don't know.
+        if isinstance(comm._core, _C.DeviceCommunicator):
+            comm._core.reject(_OP, str(error))
+        raise
 
 
 def _versions(params: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -497,3 +497,25 @@ except KeyboardInterrupt:
 def test_ctrl_c_closes_the_ranks_and_ends_the_threads(call):
     [(code, stderr)] = run_script(1, INTERRUPTED.format(call=call))
     assert code == 42, stderr
+
+
+def full_heap_on_rank_1(comm):
+    x = comm.empty(100_000)
+    x.fill_(1.0)
+    kept = [co.all_reduce(x, group=comm) for _ in range(9)]  # in the heap, as long as it has room
+    if comm.rank == 0:
+        kept.clear()
+    params = [torch.zeros(4) for _ in range(3000)]
+    if comm.rank == 1:
+        with pytest.raises(MemoryError, match="the heap of rank 1 has no room for the tables"):
+            co.AdamState(params, group=comm)
+        return None
+    co.AdamState(params, group=comm)
+    with pytest.raises(co.MismatchError, match="rank 1 was given bad arguments.*no room"):
+        co.all_reduce(x, group=comm)
+    return None
+
+
+def test_a_heap_without_room_for_a_state_reaches_the_peers():
+    with co.LocalCommunicator(2, heap_bytes=4 * MIB, _backend=emulated_backend()) as local:
+        local.run(full_heap_on_rank_1)
