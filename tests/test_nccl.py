@@ -114,7 +114,7 @@ def peers(tmp_path_factory):
     except cuda_toolkit.Unavailable as reason:
         pytest.skip(f"csrc/nccl can't be compiled here: {reason}")
     folder = tmp_path_factory.mktemp("peers")
-    flags = [*cuda_toolkit.nvcc_flags(werror=True), "-arch=sm_80", "-isystem", headers.include]
+    flags = [*cuda_toolkit.nvcc_flags(["sm_80"], werror=True), "-isystem", headers.include]
     sources = [FAKES / "driver.cpp", FAKES / "fake_device.cu"]
     sources += [NCCL / "nccl_peers.cu", NCCL / "library.cpp"]
     build(nvcc, *flags, *sources, "-o", folder / "driver", "-ldl")
