@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import missing_backends
 
 import coconet_ops as co
 
@@ -21,8 +20,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_run  # noqa: E402
 
 from coconet_ops.bench import one_gpu  # noqa: E402
-
-emulated = pytest.mark.skipif("emulated" in missing_backends(), reason="no emulated backend")
 
 
 def program(*arguments):
@@ -33,7 +30,6 @@ def program(*arguments):
     return result.returncode, result.stdout
 
 
-@emulated
 def test_all_stages(tmp_path):
     code, output = program(
         "scripts/gpu_run.py", "--device", "emulated", "--results", tmp_path, "--seconds", "400"
@@ -200,7 +196,6 @@ WRONG = {
 }
 
 
-@emulated
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_answer_is_a_failure(name, monkeypatch, tmp_path):
     cases = [c for c in one_gpu.cases(one_gpu.PLANS["emulated"]) if c.op == name.rstrip("_")]
@@ -213,7 +208,6 @@ def test_a_wrong_answer_is_a_failure(name, monkeypatch, tmp_path):
     assert "AssertionError: rank" in result["failures"][0], result["failures"]
 
 
-@emulated
 def test_graphs_that_fail_are_left_out(monkeypatch):
     """They close the ranks, so the case begins anew without."""
     device = one_gpu.Device("emulated")

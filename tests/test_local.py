@@ -374,8 +374,6 @@ def test_threads_of_one_rank_take_turns(backend):
 
 @pytest.fixture
 def emulated():
-    if "emulated" in missing_backends():
-        pytest.skip(missing_backends()["emulated"])
     with co.LocalCommunicator(1, heap_bytes=4 * MIB, _backend=emulated_backend()) as local:
         yield local
 
