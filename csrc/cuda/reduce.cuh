@@ -40,10 +40,10 @@ COCONET_DEVICE bool find_places(const Channel& channel, const Mail& mine, bool o
 }
 
 // Sources and destinations of a run: pointers by rank, all moved by the run's place.
-template <class T>
+template <class T, class Byte = char>
 struct RankPointers {
     int count;
-    char* const* base;
+    Byte* const* base;
     int64_t offset;
 
     COCONET_DEVICE T* operator[](int q) const { return reinterpret_cast<T*>(base[q]) + offset; }

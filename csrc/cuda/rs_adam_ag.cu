@@ -78,16 +78,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     channel.leave();
 }
 
-// Pointers of a tensor's table, moved by the run's place.
-template <class T, class Byte>
-struct TablePointers {
-    int count;
-    Byte* const* base;
-    int64_t offset;
-
-    COCONET_DEVICE T* operator[](int q) const { return reinterpret_cast<T*>(base[q]) + offset; }
-};
-
 template <class T>
 struct AdamIo {
     using In = T;
@@ -96,11 +86,11 @@ struct AdamIo {
     const ResolvedTensor* tensors;
     int world;
 
-    COCONET_DEVICE TablePointers<const T, const char> sources(const Run& run) const {
+    COCONET_DEVICE RankPointers<const T, const char> sources(const Run& run) const {
         const ResolvedTensor& tensor = tensors[run.tensor];
         return {tensor.count, tensor.gradients, run.offset};
     }
-    COCONET_DEVICE TablePointers<T, char> destinations(const Run& run) const {
+    COCONET_DEVICE RankPointers<T> destinations(const Run& run) const {
         return {world, tensors[run.tensor].weights, run.offset};
     }
 };
